@@ -164,10 +164,7 @@ class DataParallelMesh(Mesh):
 
     def group_shapes(self) -> dict[str, GroupShape]:
         shapes = {} if self.shard_dim is not None else {"": GroupShape(1)}
-        for dim in range(self.mesh.ndim):
-            line = self.mesh.mesh.movedim(dim, -1).reshape(-1, self.mesh.size(dim))[0].tolist()
-            stride = abs(line[1] - line[0]) if len(line) > 1 else 1
-            shapes[self.mesh.get_group(dim).group_name] = GroupShape(len(line), stride)
+        shapes |= shapes_of_groups(self.mesh)
         for mesh in self.own.values():
             shapes |= mesh.group_shapes()
         return shapes
@@ -204,6 +201,16 @@ class DataParallelMesh(Mesh):
 
     def _broadcast(self, value: Tensor, dim: int) -> None:
         dist.broadcast(_bytes(value), group=self.mesh.get_group(dim), group_src=0)
+
+
+def shapes_of_groups(mesh: DeviceMesh) -> dict[str, GroupShape]:
+    """Return the name of the group of each dimension → where its ranks lie."""
+    shapes = {}
+    for dim in range(mesh.ndim):
+        line = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist()
+        stride = abs(line[1] - line[0]) if len(line) > 1 else 1
+        shapes[mesh.get_group(dim).group_name] = GroupShape(len(line), stride)
+    return shapes
 
 
 def find_mesh(mesh: Any, device: torch.device | None, dims: Any = None) -> tuple[DataParallelMesh | None, torch.device]:

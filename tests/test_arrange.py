@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graph_fsdp.passes import Bucket, CostModel, GroupShape, PipelineError, default_pipeline, find_hardware
-from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.arrange import arrange_buckets, gathered_nbytes
 
 WORLD = 4
@@ -122,6 +122,22 @@ def test_the_first_unit_is_divided_where_its_gather_takes_its_bytes_time() -> No
     small = model(parameter("embed", "", 1), *layers(2, 4, 4, 4, 4))
     assert list(buckets(arrange_buckets(small, "unit", h100))) == ["root", "layers.0", "layers.1"], "all latency"
     assert list(buckets(arrange_buckets(large, "unit", CPU))) == ["root", "layers.0", "layers.1"], "nothing overlaps"
+
+
+def test_the_parts_of_a_divided_unit_and_of_one_on_two_meshes_have_names_of_their_own() -> None:
+    h100 = CostModel(find_hardware("h100"), {"0": GroupShape(WORLD), "1": GroupShape(WORLD)})
+    mesh = MeshSpec("efsdp", "1", WORLD)
+    large = list(layers(2, *[64 * KIB] * 4))
+    experts = [dataclasses.replace(parameter(f"layers.{i}.experts", f"layers.{i}", 1), mesh=mesh) for i in range(2)]
+    assert buckets(arrange_buckets(model(*large[:4], experts[0], *large[4:], experts[1]), "unit", h100)) == {
+        "layers.0": ["layers.0.0"],
+        "layers.0#1": ["layers.0.1"],
+        "layers.0#2": ["layers.0.2"],
+        "layers.0#3": ["layers.0.3"],
+        "layers.1": ["layers.1.0", "layers.1.1", "layers.1.2", "layers.1.3"],
+        "layers.0#4": ["layers.0.experts"],
+        "layers.1#1": ["layers.1.experts"],
+    }
 
 
 def test_a_parameter_dearer_to_unpack_than_to_send_has_a_message_of_its_own() -> None:

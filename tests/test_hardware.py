@@ -69,6 +69,7 @@ def test_the_cpu_is_detected() -> None:
     [
         ("cuda", "NVIDIA H100 80GB HBM3", "h100"),
         ("cuda", "NVIDIA H200", "h200"),
+        ("cuda", "NVIDIA H800", "h800"),
         ("cuda", "NVIDIA A100-SXM4-80GB", "a100"),
         ("cuda", "NVIDIA B200", "b200"),
         ("cuda", "AMD Instinct MI300X", "mi300x"),

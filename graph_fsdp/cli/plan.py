@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graph_fsdp.cli.saved import parse_bytes
 
 if TYPE_CHECKING:
-    from graph_fsdp.planning import Choice
+    from graph_fsdp.planning import Choice, Dimensions
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _RESHARD = {"default": None, "true": True, "false": False}
@@ -24,9 +24,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         "process is needed. Times are of the cost model, bytes of the memory model."
     )
     parser.add_argument("model", help="config.json of Hugging Face, module:function or file.py:function")
-    parser.add_argument("--mesh", type=_mesh, default=(8,), help="ranks that shard, or REPLICASxSHARDS (default 8)")
+    named = "pp=4,dp_replicate=2,dp_shard=8,cp=2,tp=8,ep=16"
+    parser.add_argument(
+        "--mesh", type=_mesh, default=(8,), help=f"ranks that shard, REPLICASxSHARDS, or such as {named} (default 8)"
+    )
+    parser.add_argument("--schedule", help="of a pipeline: GPipe, 1F1B or Interleaved1F1B (default 1F1B)")
+    parser.add_argument("--microbatches", type=_count, help="of a step, on each rank (default 4 times pp)")
+    parser.add_argument("--stages-per-rank", type=_count, default=1, help="of Interleaved1F1B (default 1)")
     parser.add_argument("--hardware", default="h100", help="of every rank (default h100)")
-    parser.add_argument("--batch", type=_count, default=1, help="rows per rank (default 1)")
+    parser.add_argument(
+        "--batch",
+        type=_count,
+        default=1,
+        help="rows per rank, of a microbatch (default 1)",
+    )
     parser.add_argument("--seq", type=_count, default=4096, help="tokens per row (default 4096)")
     parser.add_argument(
         "--precision", "--dtype", dest="dtype", choices=_DTYPES, default="bfloat16", help="gathered and computed in"
@@ -45,7 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--contention", action="store_true", help="collectives share links, and processors with compute"
     )
-    parser.add_argument("--search", action="store_true", help="compare meshes, resharding, buckets and checkpointing")
+    parser.add_argument(
+        "--search", action="store_true", help="compare meshes, schedules, resharding, buckets and checkpointing"
+    )
     parser.add_argument(
         "--memory", type=parse_bytes, help="of a rank, such as 80GB, for --search (default the hardware's)"
     )
@@ -83,10 +96,12 @@ def _made(chosen: argparse.Namespace) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from graph_fsdp.passes import find_hardware
-    from graph_fsdp.planning import plan, search
+    from graph_fsdp.planning import Dimensions, plan, search
     from graph_fsdp.planning.model_config import find_model
     from graph_fsdp.planning.search import meshes
 
+    dimensions = Dimensions.of(chosen.mesh)
+    divided = not dimensions.is_plain or chosen.microbatches is not None or chosen.schedule is not None
     island = find_hardware(chosen.hardware).island
     options: dict[str, Any] = {
         "hardware": chosen.hardware,
@@ -97,18 +112,67 @@ def _made(chosen: argparse.Namespace) -> Any:
         "contention": chosen.contention,
         "mp_policy": MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.dtype), reduce_dtype=torch.float32),
     }
+    if divided:
+        return _divided(chosen, dimensions, options)
     if chosen.search:
         model = find_model(chosen.model, chosen.batch, chosen.seq)
-        shapes = dict.fromkeys([chosen.mesh, *meshes(math.prod(chosen.mesh), island)])
+        shapes = dict.fromkeys([chosen.mesh, *meshes(dimensions.ranks, island)])
         return search(*model, mesh_shapes=list(shapes), memory=chosen.memory, progress=_progress, **options)
     with Console(stderr=True).status("tracing the model and running the passes"):
         return plan(
             *find_model(chosen.model, chosen.batch, chosen.seq),
-            mesh_shape=chosen.mesh,
-            reshard_after_forward=_RESHARD[chosen.reshard],
-            activation_checkpointing=None if chosen.checkpointing == "none" else chosen.checkpointing,
+            mesh_shape=dimensions,
+            **_memory_options(chosen),
             **options,
         )
+
+
+def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[str, Any]) -> Any:
+    """Return the plan of a model of transformers that is divided over more than ranks of data parallelism."""
+    from rich.console import Console
+
+    from graph_fsdp.passes import find_hardware
+    from graph_fsdp.planning import plan_pipeline, search_pipelines
+    from graph_fsdp.planning.causal_lm import CausalLM
+    from graph_fsdp.planning.model_config import read_config
+    from graph_fsdp.planning.search import neighbours
+
+    for name in ("report", "trace"):
+        if getattr(chosen, name):
+            raise ValueError(f"--{name}: is of one program, and a pipeline's stages have one each; leave it out")
+    if not chosen.model.endswith(".json"):
+        raise ValueError(
+            f"model: {chosen.model} is no config.json, and how to divide it over {dimensions} is not known; call "
+            "graph_fsdp.planning.plan_pipeline with your stages and parallelize"
+        )
+    microbatches, config = chosen.microbatches or 4 * dimensions.pp, read_config(Path(chosen.model))
+    if chosen.search:
+        hardware = find_hardware(chosen.hardware)
+
+        def divided(on: Dimensions) -> Any:
+            model = CausalLM(config, on, chosen.batch, chosen.seq)
+            return model.stage, model.parallelize
+
+        every = microbatches * dimensions.dp_replicate * dimensions.dp_shard
+        shapes, options = neighbours(dimensions, hardware.island), {**options, "microbatches": every}
+        return search_pipelines(divided, mesh_shapes=shapes, memory=chosen.memory, progress=_progress, **options)
+    model = CausalLM(config, dimensions, chosen.batch, chosen.seq)
+    with Console(stderr=True).status("tracing the stages and running the passes"):
+        return plan_pipeline(
+            model.stage,
+            mesh_shape=dimensions,
+            parallelize=model.parallelize,
+            schedule=chosen.schedule or "1F1B",
+            microbatches=microbatches,
+            stages_per_rank=chosen.stages_per_rank,
+            **_memory_options(chosen),
+            **options,
+        )
+
+
+def _memory_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    checkpointing = None if chosen.checkpointing == "none" else chosen.checkpointing
+    return {"reshard_after_forward": _RESHARD[chosen.reshard], "activation_checkpointing": checkpointing}
 
 
 def _progress(choices: Iterable[Choice], count: int) -> Iterable[Choice]:
@@ -119,11 +183,17 @@ def _progress(choices: Iterable[Choice], count: int) -> Iterable[Choice]:
     return track(choices, "plans", count, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _mesh(text: str) -> tuple[int, ...]:
+def _mesh(text: str) -> tuple[int, ...] | dict[str, int]:
+    named = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    if "=" in text and all(size.isdigit() for _, _, size in named):
+        names = [name for name, _, _ in named]
+        if len(set(names)) == len(names):
+            return {name: int(size) for name, _, size in named}
     sizes = text.lower().split("x")
     if len(sizes) > 2 or not all(size.isdigit() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no mesh: give a number of ranks, or REPLICASxSHARDS such as 64x8"
+            f"{text!r} is no mesh: give a number of ranks, or REPLICASxSHARDS such as 64x8, or names and sizes such as "
+            "dp_shard=8,tp=8, each name once"
         )
     return tuple(map(int, sizes))
 

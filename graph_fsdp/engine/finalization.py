@@ -119,7 +119,7 @@ class Finalization:
         )
         engine.graphs.append(captured)
         try:
-            engine.schedules.run([graph], context, kind_of(graph, spec, settings) + " finalized")
+            engine.run_passes([graph], context, captured, kind_of(graph, spec, settings) + " finalized")
         except (VerificationError, PassError) as error:
             save_failure(error, engine)
             raise

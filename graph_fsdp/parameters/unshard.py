@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,15 +123,19 @@ class UnshardedUnits:
                     padded = pending.buffer[begin : begin + p.spec.shard_numel * bucket.world_size]
                     whole[p.spec.name] = padded.view(rows, *p.spec.shape[1:])[: p.spec.rows]
             for p in self.members[unit]:
-                value = whole.get(p.spec.name)
-                if value is None:  # on all ranks alike: a scalar, an empty parameter, or nothing is sharded
+                if p.spec.name not in whole:  # on all ranks alike: a scalar, an empty parameter, or nothing is sharded
                     dtype = p.spec.dtype if full_precision else p.spec.param_dtype
-                    value = p.local.detach().to(dtype, copy=True).reshape(p.spec.shape)
-                # ``data``: parameters of one buffer do not share the counter of writes to them.
-                parameter = nn.Parameter(value.data, requires_grad=p.shard.requires_grad)
-                parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
-                self.storage.set_whole(p, parameter)
-                self._versions[p.spec.name] = p.shard._version
+                    whole[p.spec.name] = p.local.detach().to(dtype, copy=True).reshape(p.spec.shape)
+            self.put(unit, whole)
+
+    def put(self, unit: str, whole: Mapping[str, Tensor]) -> None:
+        """Put whole values into the modules of a unit; ``whole``: parameter → its value."""
+        for p in self.members[unit]:
+            # ``data``: parameters of one buffer do not share the counter of writes to them.
+            parameter = nn.Parameter(whole[p.spec.name].data, requires_grad=p.shard.requires_grad)
+            parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
+            self.storage.set_whole(p, parameter)
+            self._versions[p.spec.name] = p.shard._version
         self.units |= {unit}
 
     def before_forward(self, settings: Settings) -> None:

@@ -71,6 +71,15 @@ def _loaded(path: Path) -> ModuleType:
 
 
 def _from_config(path: Path) -> Callable[[], nn.Module]:
+    config = read_config(path)
+    import transformers
+
+    # In float32, whatever the checkpoint was saved in: mp_policy says what is computed in.
+    return functools.partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+
+
+def read_config(path: Path) -> Any:
+    """Read the configuration of a causal language model of transformers; raises as ``find_model``."""
     if not path.is_file():
         raise ValueError(
             f"model: there is no file {str(path)!r}; give a config.json, module:function or file.py:function"
@@ -97,7 +106,4 @@ def _from_config(path: Path) -> Callable[[], nn.Module]:
             f"model: {path} is of {', '.join(named) or kind}, which is no causal language model, and only those are "
             "planned from a config.json; give module:function or file.py:function that returns the model and its inputs"
         )
-    config = known[kind].from_dict({**fields, "use_cache": False})
-
-    # In float32, whatever the checkpoint was saved in: mp_policy says what is computed in.
-    return functools.partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+    return known[kind].from_dict({**fields, "use_cache": False})

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from graph_fsdp.compat import pytree
-from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import graph_work
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
 from graph_fsdp.planning.allocator import Reserved, Step, planned_step, replay
-from graph_fsdp.planning.tracing import Traced, mesh_sizes, trace
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize
+from graph_fsdp.planning.tracing import Traced, find_dimensions, trace
 from graph_fsdp.report.report import GraphReport
 
 Optimizer = Literal["adamw", "adamw_foreach", "sgd", "momentum", None]
@@ -45,7 +45,7 @@ class Plan(GraphReport):
         self,
         traced: Traced,
         hardware: Hardware,
-        mesh_shape: Sequence[int],
+        dimensions: Dimensions,
         optimizer: Optimizer,
         inputs: Any,
         conditions: Conditions,
@@ -54,8 +54,9 @@ class Plan(GraphReport):
     ) -> None:
         """Take the ``inputs`` of one rank: ``tokens`` of the first 2-D integers, ``rows`` of the first tensor."""
         self.__dict__.update(traced.report.__dict__)
-        self.traced, self.hardware, self.mesh_shape, self.optimizer = traced, hardware, tuple(mesh_shape), optimizer
-        leaves = pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+        self.traced, self.hardware, self.dimensions, self.optimizer = traced, hardware, dimensions, optimizer
+        self.inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        leaves = pytree.tree_leaves(self.inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
         self.rows = next((t.shape[0] for t in tensors if t.dim()), None)
@@ -69,6 +70,14 @@ class Plan(GraphReport):
         self._numel = sum(math.prod(p.shape) for p in parameters)
         trained = [p for p in parameters if p.trainable and "backward" in traced.graphs]
         self._trained_nbytes = sum(p.shard_numel * p.dtype.itemsize for p in trained)
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...] | dict[str, int]:
+        """Return ``(ranks that shard,)`` or ``(replicas, ranks that shard)``; with other dimensions, their sizes."""
+        if not self.dimensions.is_plain:
+            return self.dimensions.sizes()
+        replicas, shards = self.dimensions.dp_replicate, self.dimensions.dp_shard
+        return (replicas, shards) if replicas > 1 else (shards,)
 
     # Time
 
@@ -100,8 +109,9 @@ class Plan(GraphReport):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the tokens per second of one rank; None where no input looks like tokens."""
-        return None if self.tokens is None else self.tokens / self.step_seconds
+        """Return the tokens per second of one rank; None where no input looks like tokens. Ranks of ``tp`` share
+        theirs."""
+        return None if self.tokens is None else self.tokens / self.dimensions.tp / self.step_seconds
 
     @property
     def model_flops(self) -> int:
@@ -113,9 +123,13 @@ class Plan(GraphReport):
     @property
     def mfu(self) -> float:
         """Return the model FLOPs utilisation (Chowdhery et al. 2022), by the peak in most parameters' dtype."""
+        return self.model_flops / (self.step_seconds * self.peak_flops)
+
+    @property
+    def peak_flops(self) -> float:
+        """Return the hardware's FLOP/s in most parameters' dtype."""
         dtypes = [p.param_dtype for p in self.spec.parameters.values()]
-        dtype = max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32)
-        return self.model_flops / (self.step_seconds * self.hardware.peak_flops(dtype))
+        return self.hardware.peak_flops(max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32))
 
     # Memory
 
@@ -153,7 +167,7 @@ class Plan(GraphReport):
         """Return the plan's figures as a dict that ``json.dumps`` takes."""
         return {
             "hardware": self.hardware.name,
-            "mesh_shape": list(self.mesh_shape),
+            "mesh_shape": self.mesh_shape if isinstance(self.mesh_shape, dict) else list(self.mesh_shape),
             "parameters": self._numel,
             "step_seconds": self.step_seconds,
             **{f"{phase}_seconds": seconds for phase, seconds in self.graph_seconds.items()},
@@ -172,7 +186,6 @@ class Plan(GraphReport):
         }
 
     def __str__(self) -> str:
-        shape = "x".join(map(str, self.mesh_shape))
         seconds = ", ".join(f"{phase} {s * 1e3:,.1f}" for phase, s in self.graph_seconds.items())
         speed = f"{self.tokens_per_second:,.0f} tokens/s per rank, " if self.tokens_per_second is not None else ""
         held = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in sorted(self.memory.items(), key=lambda i: -i[1]))
@@ -181,7 +194,7 @@ class Plan(GraphReport):
         told += ["contention"] if self.conditions.contention else []
         met = f", with {' and '.join(told)}" if told else ""
         lines = [
-            f"plan: {self._numel:,} parameters on a mesh of {shape} {self.hardware.name}{met}",
+            f"plan: {self._numel:,} parameters on a mesh of {self.dimensions} {self.hardware.name}{met}",
             f"  step {self.step_seconds * 1e3:,.1f} ms: {seconds}, optimizer {self.optimizer_seconds * 1e3:,.1f}; "
             f"exposed communication {self.exposed_seconds * 1e3:,.1f}",
             f"  {speed}{self.mfu:.1%} MFU",
@@ -195,8 +208,10 @@ def plan(
     model_fn: Callable[[], nn.Module],
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
-    mesh_shape: Sequence[int],
+    mesh_shape: Mapping[str, int] | Sequence[int] | Dimensions,
     hardware: str | Hardware,
+    parallelize: Parallelize | None = None,
+    finalization: bool = False,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Optimizer = "adamw",
     clip_gradients: bool = False,
@@ -212,7 +227,10 @@ def plan(
     Args:
         model_fn: builds the model, on the meta device.
         example_inputs: of one rank: positional, or a mapping of keyword arguments.
-        mesh_shape: ``(ranks that shard,)``, or ``(replicas, ranks that shard)``.
+        mesh_shape: ``(ranks that shard,)``, ``(replicas, ranks that shard)``, or ``{name: size}`` of the dimensions of
+            :mod:`graph_fsdp.planning.dimensions`, but ``pp``: see :func:`graph_fsdp.planning.plan_pipeline`.
+        parallelize: divides the model over ``tp``, ``cp`` and ``ep``, as the training program does.
+        finalization: plan a microbatch, which keeps its gradients; see :func:`graph_fsdp.planning.trace`.
         hardware: of every rank: a name of ``graph_fsdp.passes.HARDWARE``, or a description.
         loss: computes the loss of the model's outputs; None if the model computes it.
         optimizer: whose state and time count: "adamw" (fused), "adamw_foreach", "sgd", "momentum" (SGD with it), None
@@ -246,18 +264,22 @@ def plan(
             f"passes: the pipeline is for {find_hardware(passes.hardware).name}, and hardware is {described.name}; "
             "give both the same"
         )
-    shape = mesh_sizes(mesh_shape)
-    _check_nodes(shape, described)
-    traced = trace(model_fn, example_inputs, mesh_shape=shape, loss=loss, passes=passes, **compile_options)
-    return Plan(traced, described, shape, optimizer, example_inputs, conditions, clip_gradients, expandable_segments)
-
-
-def _check_nodes(mesh_shape: tuple[int, ...], hardware: Hardware) -> None:
-    """Refuse groups that straddle nodes unevenly, for which the cost model has no place."""
-    ranks, shards, island = math.prod(mesh_shape), mesh_shape[-1], hardware.island
-    if ranks > island and (ranks % island or (shards % island and island % shards)):
-        shape = "x".join(map(str, mesh_shape))
-        raise MeshError(
-            f"mesh_shape: {shape} does not divide into nodes of {island} {hardware.name}: give a number of ranks that "
-            f"is a multiple of {island}, and shards that are one too or a divisor of it"
+    dimensions = find_dimensions(mesh_shape, parallelize)
+    if dimensions.pp > 1 and not finalization:
+        raise ValueError(
+            f"mesh_shape: pp={dimensions.pp} are stages, which are programs of their own; call "
+            "graph_fsdp.planning.plan_pipeline"
         )
+    dimensions.check_nodes(described)
+    traced = trace(
+        model_fn,
+        example_inputs,
+        mesh_shape=dimensions,
+        parallelize=parallelize,
+        finalization=finalization,
+        loss=loss,
+        passes=passes,
+        **compile_options,
+    )
+    given = clip_gradients, expandable_segments
+    return Plan(traced, described, dimensions, optimizer, example_inputs, conditions, *given)

@@ -1,10 +1,10 @@
-"""Compare plans: meshes, when parameters are resharded, what is gathered at once, what is recomputed."""
+"""Compare plans: meshes, schedules, when parameters are resharded, what is gathered at once, what is recomputed."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from torch import nn
@@ -12,21 +12,29 @@ from torch import nn
 from graph_fsdp.errors import BudgetError, MeshError, UnsupportedError
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
 from graph_fsdp.passes.transforms.arrange import BucketSize
-from graph_fsdp.planning.prediction import plan
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize
+from graph_fsdp.planning.pipeline import PipelinePlan, Stage, plan_pipeline
+from graph_fsdp.planning.prediction import Plan, plan
 
 
 @dataclass(frozen=True)
 class Choice:
     """Names the options of a plan: ``mesh_shape`` as in :func:`plan`, ``reshard`` is ``reshard_after_forward``,
-    ``bucket`` that of ``default_pipeline``, ``checkpointing`` is ``activation_checkpointing``."""
+    ``bucket`` that of ``default_pipeline``, ``checkpointing`` is ``activation_checkpointing``. ``schedule``: of a
+    pipeline, its name and the stages of a rank."""
 
-    mesh_shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...] | Dimensions
     reshard: bool | None = None
     bucket: BucketSize = "unit"
     checkpointing: str | None = None
+    schedule: tuple[str, int] | None = None
 
     def __str__(self) -> str:
-        mesh = "x".join(map(str, self.mesh_shape))
+        if self.schedule is not None:
+            name, stages = self.schedule
+            of = f", {name} of {stages} stages" if stages > 1 else f", {name}"
+            return f"mesh {self.mesh_shape}{of}, checkpointing {self.checkpointing or 'none'}"
+        mesh = "x".join(map(str, self.mesh_shape)) if isinstance(self.mesh_shape, tuple) else self.mesh_shape
         reshard = {None: "all but the last", True: "all", False: "none"}[self.reshard]
         return f"mesh {mesh}, reshard {reshard}, bucket {self.bucket}, checkpointing {self.checkpointing or 'none'}"
 
@@ -142,22 +150,100 @@ def search(
     choices = [Choice(*values) for values in itertools.product(*axes)]
     if not choices:
         raise ValueError("nothing to search: mesh_shapes, reshards, buckets and checkpointings need a value each")
+
+    def planned(choice: Choice) -> Plan:
+        return plan(
+            model_fn,
+            example_inputs,
+            mesh_shape=choice.mesh_shape,
+            hardware=described,
+            reshard_after_forward=choice.reshard,
+            activation_checkpointing=choice.checkpointing,
+            passes=default_pipeline(bucket=choice.bucket, hardware=described),
+            **plan_options,
+        )
+
+    refusals = (BudgetError, MeshError, UnsupportedError)  # of a choice; any other error is the call's
+    return _compared(choices, planned, refusals, described.memory if memory is None else memory, progress)
+
+
+def _compared(
+    choices: Sequence[Choice],
+    planned: Callable[[Choice], Plan | PipelinePlan],
+    refusals: tuple[type[Exception], ...],
+    memory: int,
+    progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None,
+) -> Search:
     candidates, refused = [], []
     for choice in progress(choices, len(choices)) if progress is not None else choices:
         try:
-            made = plan(
-                model_fn,
-                example_inputs,
-                mesh_shape=choice.mesh_shape,
-                hardware=described,
-                reshard_after_forward=choice.reshard,
-                activation_checkpointing=choice.checkpointing,
-                passes=default_pipeline(bucket=choice.bucket, hardware=described),
-                **plan_options,
-            )
-        except (BudgetError, MeshError, UnsupportedError) as error:  # of this choice; any other error is the call's
+            made = planned(choice)
+        except refusals as error:
             refused.append((choice, str(error)))
             continue
         figures = {field.name: getattr(made, field.name) for field in fields(Candidate)[1:]}
         candidates.append(Candidate(choice, **figures))
-    return Search(tuple(candidates), tuple(refused), described.memory if memory is None else memory)
+    return Search(tuple(candidates), tuple(refused), memory)
+
+
+def neighbours(dimensions: Dimensions, island: int) -> list[Dimensions]:
+    """Propose meshes of as many ranks, whose ``pp`` and ``tp`` are as large, half or twice as large."""
+    found = [dimensions]
+    sizes = ([size, 2 * size, *([size // 2] if size % 2 == 0 else [])] for size in (dimensions.pp, dimensions.tp))
+    for pp, tp in itertools.product(*sizes):
+        rest, remainder = divmod(dimensions.pp * dimensions.tp * dimensions.dp_shard, pp * tp)
+        if rest and not remainder and tp <= island and rest * dimensions.cp % dimensions.ep == 0:
+            found.append(replace(dimensions, pp=pp, tp=tp, dp_shard=rest))
+    return list(dict.fromkeys(found))
+
+
+def search_pipelines(
+    divided: Callable[[Dimensions], tuple[Callable[[int, int], Stage], Parallelize]],
+    *,
+    mesh_shapes: Sequence[Mapping[str, int] | Dimensions],
+    hardware: str | Hardware,
+    microbatches: int,
+    memory: int | None = None,
+    schedules: Sequence[tuple[str, int]] = (("1F1B", 1), ("Interleaved1F1B", 2)),
+    checkpointings: Sequence[str | None] = (None, "unit"),
+    progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None = None,
+    **plan_options: Any,
+) -> Search:
+    """Plan every combination of meshes, schedules and checkpointing for a batch of one size.
+
+    Args:
+        divided: gives the stages, and what divides them, on a mesh.
+        mesh_shapes: meshes to compare, of as many ranks each; :func:`neighbours` proposes some.
+        microbatches: of a step on all ranks of data parallelism together, each with rows of its own.
+        schedules: names, and stages of a rank.
+        hardware, memory, checkpointings, progress, plan_options: of :func:`search` and :func:`plan_pipeline`.
+
+    Raises:
+        All that :func:`plan_pipeline` raises, but for choices that cannot be, which are in ``refused``.
+    """
+    described = find_hardware(hardware)
+    if memory is not None and memory <= 0:
+        raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
+    every = itertools.product(map(Dimensions.of, mesh_shapes), checkpointings, schedules)
+    choices = [Choice(mesh, checkpointing=how, schedule=schedule) for mesh, how, schedule in every]
+
+    def planned(choice: Choice) -> PipelinePlan:
+        assert isinstance(choice.mesh_shape, Dimensions) and choice.schedule is not None
+        replicas = choice.mesh_shape.dp_replicate * choice.mesh_shape.dp_shard
+        if microbatches % replicas:
+            raise MeshError(f"microbatches: {microbatches} do not divide by the {replicas} ranks that have rows apart")
+        stage, parallelize = divided(choice.mesh_shape)
+        return plan_pipeline(
+            stage,
+            mesh_shape=choice.mesh_shape,
+            hardware=described,
+            microbatches=microbatches // replicas,
+            schedule=choice.schedule[0],
+            stages_per_rank=choice.schedule[1],
+            parallelize=parallelize,
+            activation_checkpointing=choice.checkpointing,
+            **plan_options,
+        )
+
+    refusals = (BudgetError, MeshError, UnsupportedError, ValueError)
+    return _compared(choices, planned, refusals, described.memory if memory is None else memory, progress)

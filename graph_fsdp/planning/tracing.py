@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,24 +18,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.api import compile
 from graph_fsdp.errors import MeshError, UnsupportedError
+from graph_fsdp.mesh import shapes_of_groups
 from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.pipeline import PassesHaveRun
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count
 from graph_fsdp.report.report import GraphReport, inspect
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Holds a model's graphs after all passes. They cannot be run: the process group of their collectives is gone."""
+    """Holds a model's graphs after all passes. They cannot be run: the process group of their collectives is gone.
+
+    ``finalization``: what reduces the gradients that backwards have kept, and its context; None where each backward
+    reduces, or nothing is to be reduced. ``whole``: whether parameters were whole before the forward began.
+    """
 
     graphs: Mapping[Phase, Graph]
     context: PassContext
     report: GraphReport
+    finalization: tuple[Graph, PassContext] | None = None
+    whole: bool = False
 
     @property
     def forward(self) -> Graph:
@@ -55,7 +63,9 @@ def trace(
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
     world_size: int | None = None,
-    mesh_shape: Sequence[int] | None = None,
+    mesh_shape: Mapping[str, int] | Sequence[int] | Dimensions | None = None,
+    parallelize: Parallelize | None = None,
+    finalization: bool = False,
     device: str | torch.device | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     **compile_options: Any,
@@ -69,7 +79,11 @@ def trace(
         model_fn: builds the model. Called under ``torch.device("meta")``, so that it allocates nothing.
         example_inputs: positional, or a mapping of keyword arguments; tensors count by shape and dtype, on any device.
         world_size: ranks that parameters are sharded over.
-        mesh_shape: instead, ``(ranks that shard,)`` or ``(replicas, ranks that shard)``.
+        mesh_shape: instead, ``(ranks that shard,)``, ``(replicas, ranks that shard)``, or ``{name: size}`` of the
+            dimensions of :mod:`graph_fsdp.planning.dimensions`. The graphs are those of one stage.
+        parallelize: divides the model over ``tp``, ``cp`` and ``ep``, as the training program does.
+        finalization: keep gradients, and reduce them in a graph of its own, as a pipeline does after all microbatches.
+            Parameters are whole before the forward where they can be.
         device: that the graphs are for. None is CUDA or XPU if torch finds one, and the CPU otherwise. A GPU's graph
             needs a GPU: autograd asks the device for its streams even when tracing. The CPU's graph has the same
             collectives, with attention as ``_scaled_dot_product_flash_attention_for_cpu``.
@@ -84,7 +98,7 @@ def trace(
             built on the meta device.
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
-    shape = mesh_sizes(mesh_shape, world_size)
+    dimensions = find_dimensions(mesh_shape, parallelize, world_size)
     if not isinstance(example_inputs, (tuple, list, Mapping)):
         raise TypeError(
             "example_inputs must be a tuple of positional inputs or a mapping of keyword inputs, got "
@@ -99,16 +113,22 @@ def trace(
     model = built_on_meta(model_fn)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model_fn must return an nn.Module, it returned {type(model).__name__}")
-    _take_memory(model, target)
     if loss is not None:
         forward = model.forward
         model.forward = functools.wraps(forward)(lambda *args, **kwargs: loss(forward(*args, **kwargs)))
     compile_options.pop("param_init_fn", None)
-    with _process_group(math.prod(shape)):
-        sizes = shape[-1:] if shape[0] == 1 else shape
-        compile(model, init_device_mesh(target.type, sizes) if math.prod(sizes) > 1 else None, **compile_options)
+    with _process_group(dimensions.stage_ranks):
+        meshes = _meshes(dimensions, target)
+        if parallelize is not None and not dimensions.is_plain:
+            compile_options |= parallelize(model, meshes) or {}
+        _take_memory(model, target)
+        compile(model, meshes.get("dp"), **compile_options)
         engine: Any = model.__dict__["_graph_fsdp"]
         engine.run_passes_only = True
+        for mesh in meshes.values():
+            engine.cost.groups.update(shapes_of_groups(mesh))
+        if finalization:
+            _keep_gradients(model, engine)
         if (dtype := model.__dict__["_graph_fsdp_casts"][0]) is not None:  # nothing can be cast without memory
             inputs = compat.tree_map_only(Tensor, functools.partial(_in_dtype, dtype), inputs)
         try:
@@ -118,7 +138,8 @@ def trace(
             report = inspect(model)
             for phase, graph in graphs.items():
                 report.graphs[-1].views[phase].memory = memory_profile(graph, end.context)
-            return Traced(graphs, end.context, report)
+            last = _finalization(model) if finalization else None
+            return Traced(graphs, end.context, report, last, bool(engine.unsharded.units))
     raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
 
 
@@ -139,25 +160,48 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
         ) from error
 
 
-def mesh_sizes(mesh_shape: Any, world_size: Any = None) -> tuple[int, ...]:
-    """Return ``(ranks that shard,)`` or ``(replicas, ranks that shard)``. Raises ValueError on anything else."""
+def find_dimensions(mesh_shape: Any, parallelize: Any, world_size: Any = None) -> Dimensions:
+    """Return the dimensions of a mesh. Raises ValueError and MeshError on anything else, and where what divides the
+    model over them is missing."""
     if (world_size is None) == (mesh_shape is None):
         raise ValueError("mesh_shape or world_size: give one of them")
     if mesh_shape is None:
-        if not _is_count(world_size):
+        if not is_count(world_size):
             raise ValueError(f"world_size must be a number of ranks, 1 or more, got {world_size!r}")
-        return (world_size,)
-    sizes = tuple(mesh_shape) if isinstance(mesh_shape, Sequence) and not isinstance(mesh_shape, str) else ()
-    if len(sizes) not in (1, 2) or not all(map(_is_count, sizes)):
+        mesh_shape = (world_size,)
+    found = Dimensions.of(mesh_shape)
+    if parallelize is None and max(found.cp, found.tp, found.ep) > 1:
         raise ValueError(
-            "mesh_shape must be (ranks that shard,) or (replicas, ranks that shard), each 1 or more, got "
-            f"{mesh_shape!r}"
+            f"parallelize: mesh_shape is {found}; give a function (model, meshes) that divides the model over tp, cp "
+            "and ep as the training program does"
         )
-    return sizes
+    return found
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _meshes(dimensions: Dimensions, device: torch.device) -> dict[str, DeviceMesh]:
+    """Make the meshes of one stage. Data parallelism alone has one of no names."""
+    if not dimensions.is_plain:
+        return dimensions.meshes(device.type)
+    sizes = (dimensions.dp_replicate, dimensions.dp_shard)
+    sizes = sizes[1:] if sizes[0] == 1 else sizes
+    return {"dp": init_device_mesh(device.type, sizes)} if dimensions.ranks > 1 else {}
+
+
+def _keep_gradients(model: Any, engine: Any) -> None:
+    """Set what a pipeline sets (``integrations/pipelining.py``): gradients are kept, and parameters whole."""
+    model.set_manual_backward_finalization(True)
+    if engine.spec.world_size > 1 and not engine.unsharded.unavailable():
+        for unit, members in engine.unsharded.members.items():
+            values = {p.spec.name: (p.spec.shape, p.spec.param_dtype, p.input.device) for p in members}
+            engine.unsharded.put(unit, {name: compat.without_memory(*like) for name, like in values.items()})
+
+
+def _finalization(model: Any) -> tuple[Graph, PassContext] | None:
+    try:
+        model.finalize_backward()
+    except PassesHaveRun as end:
+        return end.graphs[0], end.context
+    return None
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -204,12 +248,23 @@ def _take_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def _without_memory(value: Tensor, device: torch.device) -> Tensor:
+    if isinstance(value, DTensor):
+        local = _without_memory(compat.local_part(value), device)
+        like = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+        return DTensor.from_local(local, value.device_mesh, value.placements, **like)
     if value.numel() <= 1:  # Dynamo reads the values of integer scalars (BatchNorm counts its batches in one)
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
-    return compat.without_memory(value.shape, value.dtype, device)
+    return compat.without_memory(value.shape, value.dtype, device).requires_grad_(_is_input_with_gradient(value))
 
 
 def _in_dtype(dtype: torch.dtype, value: Tensor) -> Tensor:
     if not value.is_floating_point():
         return value
-    return value.to(dtype) if value.numel() <= 1 else compat.without_memory(value.shape, dtype, value.device)
+    if value.numel() <= 1:
+        return value.to(dtype)
+    return compat.without_memory(value.shape, dtype, value.device).requires_grad_(_is_input_with_gradient(value))
+
+
+def _is_input_with_gradient(value: Tensor) -> bool:
+    """Say whether a gradient is computed of a value that is no parameter: what a stage gets from the one before."""
+    return value.requires_grad and not isinstance(value, nn.Parameter)

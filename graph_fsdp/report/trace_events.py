@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
+from graph_fsdp.passes.analysis.kernels import value_nbytes
 from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.analysis.simulate import Timeline
 from graph_fsdp.passes.ir import dialect
@@ -52,7 +53,10 @@ class ScheduledGraph:
 
     def computing(self) -> dict[fx.Node, float]:
         """Return the nodes that compute, and the seconds of each."""
-        return {node: seconds for node, seconds in self.cost.graph_seconds(self.graph).items() if seconds}
+        found = self.cost.graph_seconds(self.graph).items()
+        return {
+            node: seconds for node, seconds in found if seconds and self.cost.model_collective_seconds(node) is None
+        }
 
     def held(self) -> dict[int, tuple[float, dict[str, int]]]:
         """Return position → seconds from the graph's begin, and category → bytes, where any of them changes."""
@@ -178,11 +182,14 @@ def lane_of(start: fx.Node, spec: ModelSpec) -> str:
             spec.group: "communication",
         }
         return lanes.get(dialect.group_of(start), "in subgroups")
+    if dialect.is_model_collective(start):
+        return "of the model"
     return "copies to the device" if start.target is dialect.fetch_start else "copies to the CPU"
 
 
 def communication_args(node: fx.Node) -> dict[str, Any]:
-    record = node.meta["fsdp"]
+    if (record := node.meta.get("fsdp")) is None:
+        return {"kind": str(node.target), "bytes": value_nbytes(node.meta["val"])}
     return {
         "kind": record.role.value,
         "unit": record.unit or "root",

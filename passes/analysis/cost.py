@@ -16,8 +16,12 @@ l ranks:
 plus ``collective_launch``; the faster of the two counts. ``a`` is ``Link.latency``, bandwidths are ``Link.sustained``.
 *Ring* is NCCL's, its steps counted as in NCCL's ``src/graph/tuning.cc``. *Log* stands for the algorithms of few steps
 (recursive doubling, PAT in NCCL 2.23, trees) with NCCL's low-latency protocol, whose flags halve the bandwidth. A
-reduce-scatter is an all-gather backwards; an all-reduce is one after the other. Other groups that use the same adapters
-at the same time are not seen.
+reduce-scatter is an all-gather backwards; an all-reduce is one after the other. In an all-to-all every rank sends its B
+bytes, one n-th to each, through its own adapter: ``max((l-1)/n · B / intra, (n-l)/n · B / inter)``, in one step per
+level. Other groups that use the same adapters at the same time are not seen.
+
+Collectives of the model's own (torch's functional ones, of tensor, context and expert parallelism) cost the same, where
+the model was given their groups; otherwise they count as kernels that read and write.
 
 Symbolic sizes count by the values that they had when traced, which can differ between ranks: what all ranks must decide
 alike has to come from one rank's numbers, or from shapes that are the same everywhere.
@@ -35,12 +39,22 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.analysis.hardware import Hardware, check_fields
-from graph_fsdp.passes.analysis.kernels import Kind, Work, graph_work, value_nbytes
+from graph_fsdp.passes.analysis.kernels import Kind, Work, graph_work, packet, value_nbytes
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import copies_by
-from graph_fsdp.passes.ir.operands import arguments, operand
+from graph_fsdp.passes.ir.operands import argument, arguments, operand
+
+# Functional collective → the method that has its seconds.
+_functional = torch.ops._c10d_functional
+_MODEL_COLLECTIVES = {
+    _functional.all_gather_into_tensor: "all_gather_seconds",
+    _functional.reduce_scatter_tensor: "all_gather_seconds",
+    _functional.all_reduce: "all_reduce_seconds",
+    _functional.all_to_all_single: "all_to_all_seconds",
+    torch.ops._c10d_functional_autograd.all_to_all_single: "all_to_all_seconds",
+}
 
 
 @dataclass(frozen=True)
@@ -138,10 +152,13 @@ class CostModel:
         """Return the compute seconds of every node; 0.0 for inputs and views. Linear.
 
         A fused kernel's launch counts on its first node, its reads and writes on those that read and write. What starts
-        a collective has the seconds of the copies that it sends, and the wait those of unpacking, where they overlap.
+        a collective has the seconds of the copies that it sends, and the wait those of unpacking, where they overlap. A
+        collective of the model's own, which is waited for at once, has its seconds.
         """
         work = graph_work(graph, fused=self.fused)
-        return {node: self._compute_seconds(node, each) + self._packing_seconds(node) for node, each in work.items()}
+        seconds = {node: self._compute_seconds(node, each) + self._packing_seconds(node) for node, each in work.items()}
+        own = ((node, self.model_collective_seconds(node)) for node in work)
+        return seconds | {node: taken for node, taken in own if taken is not None}
 
     def _packing_seconds(self, node: fx.Node) -> float:
         waits = node.target in dialect.WAITS
@@ -199,6 +216,32 @@ class CostModel:
     def all_reduce_seconds(self, nbytes: int, group: str) -> float:
         """Return the seconds of an all-reduce of ``nbytes``; 0 on a group of one rank."""
         return max(0.0, 2 * self.all_gather_seconds(nbytes, group) - self.hardware.collective_launch)
+
+    def all_to_all_seconds(self, nbytes: int, group: str) -> float:
+        """Return the seconds of an all-to-all in which every rank has ``nbytes``; 0 on a group of one rank."""
+        n, local, intra, inter = self._shape(group).size, self._local(group), self.hardware.intra, self.hardware.inter
+        if n == 1:
+            return 0.0
+        inside = intra.latency + (local - 1) / n * nbytes / intra.sustained if local > 1 else 0.0
+        outside = inter.latency + (n - local) / n * nbytes / inter.sustained if n > local else 0.0
+        return self.hardware.collective_launch + max(inside, outside)
+
+    def model_collective_seconds(self, node: fx.Node) -> float | None:
+        """Return the seconds of a collective of the model's own; None for other nodes, kinds of collectives that are
+        not known, and groups that the model was not given."""
+        if not dialect.is_model_collective(node) or packet(node) not in _MODEL_COLLECTIVES:
+            return None
+        group = argument(node, "group_name")
+        if group not in self.groups:
+            return None
+        whole = max(value_nbytes(node.meta["val"]), value_nbytes(operand(node).meta["val"]))
+        seconds: float = getattr(self, _MODEL_COLLECTIVES[packet(node)])(whole, group)
+        return seconds
+
+    def send_seconds(self, nbytes: int, distance: int) -> float:
+        """Return the seconds in which one rank sends to another, whose global rank differs by ``distance``."""
+        link = self.hardware.intra if distance < self.hardware.island else self.hardware.inter
+        return self.hardware.collective_launch + link.latency + nbytes / link.sustained
 
     def collective_seconds(self, node: fx.Node) -> float:
         """Return the seconds of the collective that a node starts, without packing its inputs (``graph_seconds``).

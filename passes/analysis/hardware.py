@@ -5,6 +5,7 @@ Peaks are the vendors', without sparsity; efficiencies say what kernels reach of
 | entry | source |
 |---|---|
 | h100, h200 | NVIDIA H100 and H200 data sheets (SXM5; their FLOP/s "with sparsity" are halved here) |
+| h800 | an H100 with an NVLink of 400 GB/s, of which 160 GB/s in one direction are usable (DeepSeek-V3 2024, 3.2) |
 | h100_500w | an H100 SXM5 with 96 GB of HBM2e at 2.4 TB/s, limited to 500 W: pytorch/torchtitan's page, below |
 | a100 | NVIDIA A100 80GB data sheet (SXM4) |
 | b200 | NVIDIA HGX B200 data sheet (1000 W) |
@@ -128,6 +129,7 @@ def check_fields(owner: object, says: str, holds: Callable[[Any], bool], *names:
 _TABLE = """
 h100        66.9  989.4  66.9 1978.9   3.35   80   0.7  0.85   3     8   450   2 0.75     50   5 0.9   10
 h200        66.9  989.4  66.9 1978.9   4.8   140   0.7  0.85   3     8   450   2 0.75     50   5 0.9   10
+h800        66.9  989.4    1 1978.9   3.35   80   0.7  0.85   3     8   200   2 0.8      50   5 0.9   10
 h100_500w   66.9  989.4  66.9 1978.9   2.4    96   0.6  0.92   3     8   450   2 0.75     50   5 0.9   10
 a100        19.5  312.0  19.5      -   2.039  80   0.8  0.85   4     8   300 2.5 0.75     25   6 0.9   10
 b200        80.0 2250.0  40.0 4500.0   8     180   0.7  0.8    3     8   900   2 0.75     50   5 0.9   10
@@ -138,7 +140,12 @@ tpu_v6e    918.0  918.0     -      -   1.64   32   0.75 0.85   1   256   180   1
 cpu          0.1    0.2  0.05      -   0.03   16   0.8  0.7    4    64     2  60 0.5    1.25 100 0.8  150
 """
 _PEAKS = ((torch.float32,), (torch.bfloat16, torch.float16), (torch.float64,), (torch.float8_e4m3fn, torch.float8_e5m2))
-_ATTENTION = {"h100": (0.34, 0.32), "h200": (0.34, 0.32), "h100_500w": (0.34 * 0.6 / 0.7, 0.32 * 0.6 / 0.7)}
+_ATTENTION = {
+    "h100": (0.34, 0.32),
+    "h200": (0.34, 0.32),
+    "h800": (0.34, 0.32),
+    "h100_500w": (0.34 * 0.6 / 0.7, 0.32 * 0.6 / 0.7),
+}
 
 
 def _read(row: str) -> Hardware:
@@ -173,7 +180,8 @@ HARDWARE["cpu"] = dataclasses.replace(HARDWARE["cpu"], flops=_CPU_FLOPS, overlap
 # Entry → what drivers call the devices; the first that matches counts.
 _DEVICE_NAMES = {
     "h200": ("H200",),
-    "h100": ("H100", "H800"),
+    "h100": ("H100",),
+    "h800": ("H800",),
     "b200": ("B200", "B100", "B300"),
     "a100": ("A100", "A800"),
     "mi300x": ("MI300", "MI325"),

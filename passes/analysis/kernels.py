@@ -111,7 +111,12 @@ def value_nbytes(value: Any) -> int:
 
 
 def kind_of(node: fx.Node) -> Kind:
-    free = node.op != "call_function" or node.target in dialect.EXECUTED or is_view(node)
+    free = (
+        node.op != "call_function"
+        or node.target in dialect.EXECUTED
+        or is_view(node)
+        or node.target is dialect.MODEL_WAIT
+    )
     operator = packet(node)
     if free or operator in _ALLOCATIONS or not has_tensor(node):
         return Kind.FREE

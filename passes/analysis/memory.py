@@ -269,6 +269,8 @@ class _Lifetimes:
         is_higher_order = isinstance(node.target, compat.HigherOrderOperator)
         if self._is_element(node):
             return self._elements[operand(node)][node.args[1]]
+        if node.target is dialect.MODEL_WAIT:
+            return self.of[operand(node)]
         if not is_higher_order and (aliased := aliased_inputs(node)):
             return list({id(s): s for source in aliased for s in self.of[source]}.values())
         if node.op == "placeholder" and isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ from torch import fx
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.operands import argument, operand
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,12 @@ def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None
             group = dialect.group_of(node)
             levels = cost.levels(group) if conditions.contention else frozenset()
             tasks[node] = Task(cost.collective_seconds(node), group, levels=levels, copies=seconds[node])
+        elif cost.model_collective_seconds(node) is not None:
+            group = argument(node, "group_name")
+            levels = cost.levels(group) if conditions.contention else frozenset()
+            tasks[node] = Task(seconds[node], group, levels=levels)
+        elif node.target is dialect.MODEL_WAIT and cost.model_collective_seconds(operand(node)) is not None:
+            tasks[node] = Task(waits_for=tasks[operand(node)])
         elif node.target in dialect.TRANSFER_WAITS:
             tasks[node] = Task(waits_for=tasks[operand(node)], copies=seconds[node])
         else:

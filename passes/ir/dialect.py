@@ -310,9 +310,19 @@ def group_of(node: fx.Node) -> str:
     return str(argument(node, "group"))
 
 
+# Waits for a collective of the model's own, and gives the memory that it has filled.
+MODEL_WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_model_collective(node: fx.Node) -> bool:
+    """Say whether a node starts a collective of the model's own (of tensor, context or expert parallelism)."""
+    namespace = getattr(node.target, "namespace", "")
+    return namespace in ("_c10d_functional", "_c10d_functional_autograd") and node.target is not MODEL_WAIT
+
+
 def wait_of(start: fx.Node) -> fx.Node:
     """Return the node that waits for a collective or a copy."""
-    return next(user for user in start.users if user.target in TRANSFER_WAITS)
+    return next(user for user in start.users if user.target in TRANSFER_WAITS or user.target is MODEL_WAIT)
 
 
 def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import networkx as nx
-import torch
 from torch import fx
 
 from graph_fsdp.compat import HigherOrderOperator
@@ -31,8 +30,6 @@ GIVEN: dict[Phase, frozenset[str]] = {
     "backward": frozenset({"traced", "annotated", "partitioned"}),
     "inference": frozenset({"traced"}),
 }
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -339,6 +336,6 @@ def _ordered_kind(node: fx.Node) -> str | None:
     """Return the kind of a node that keeps its order among those of its kind, None for all others."""
     if node.target in dialect.STARTS or node.target is dialect.reduce_payloads:
         return "collective"
-    if getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not _WAIT:
+    if dialect.is_model_collective(node):
         return "model_collective"
     return "random" if is_random(node) else None

@@ -69,8 +69,8 @@ def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, model: Model
     seconds = cost.all_gather_seconds(sum(map(gathered_nbytes, parts[0])), group)
     if len(parts) == 1 or seconds > _WORTH * cost.all_gather_seconds(nbytes, group):
         return buckets
-    divided = spec.named_buckets((whole.name, part) for part in parts)
-    return (*buckets[:first], *divided, *buckets[first + 1 :])
+    runs = [list(bucket.parameters) for bucket in buckets]
+    return spec.named_buckets((None, run) for run in (*runs[:first], *parts, *runs[first + 1 :]))
 
 
 def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | None) -> int:
