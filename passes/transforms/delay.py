@@ -2,8 +2,10 @@
 
 Nothing is computed behind the last gradient of backward, an embedding's as a rule, so that nothing hides its reduction.
 The gradients of activations, of which it is made, need none of the products that are gradients of weights. Those of the
-buckets before it can wait, and their reductions, which are smaller, follow in the same order. Zero Bubble (Qi et al.
-2023) does the same for pipelines.
+buckets before it can wait, and their reductions, which are smaller, follow. Zero Bubble (Qi et al. 2023) does the same
+for pipelines. Compute and link, each of a bucket's products before its reduction, are done soonest in Johnson's order
+(1954): products that take less than their reduction come first, shortest first, then the others, longest reduction
+first.
 
 *How many.* The clock of ``simulate`` decides, among the last bucket, the last two and so on, up to products that take
 twice as long as the last reduction, and as long as the memory model sees no more at the peak. A rank that is given a
@@ -32,7 +34,7 @@ from graph_fsdp.passes.transforms.slots import most_at_once
 Products = dict[fx.Node, list[fx.Node]]  # the start of a reduction → the nodes that may be delayed with it
 
 _WORTH = 1.001  # so many times faster is worth it
-_NEAR = 0.1  # what is left of the gain is not worth that the regions of one more unit differ from those of the others
+_NEAR = 0.05  # what is left of the gain is not worth that the regions of one more unit differ from those of the others
 _ENOUGH = 2  # products that take so many times as long as the last reduction hide it, or nothing does
 
 
@@ -59,11 +61,12 @@ class DelayWeightGradients(GraphPass):
         if last is None or self.buckets == 0 or (self.buckets == "auto" and not room_of(context)):
             return "none delayed"
         products = _products(graph, starts)
+        buckets = {_bucket(start): start for start in products}
         planned = context.plan.collectives.get("backward")
         if planned is not None:
             names = [name for role, name in planned if role == Role.REDUCE_START.value]
             later = names[names.index(_bucket(last)) + 1 :] if _bucket(last) in names else []
-            chosen = [start for start in products if _bucket(start) in later]
+            chosen = [buckets[name] for name in later if name in buckets]
         elif self.buckets == "auto":
             chosen = self._fastest(graph, products, last, context)
         else:
@@ -82,14 +85,22 @@ class DelayWeightGradients(GraphPass):
         starts = graph.with_role(Role.GATHER_START)
         waits = [wait_of(start) for start in starts]
         gathers, seconds, before = find_gathers(graph, starts, waits), context.cost.graph_seconds(graph), graph.nodes
-        sets = [list(products)[len(products) - count :] for count in range(len(products) + 1)]
+        taken = {start: sum(seconds[node] for node in (*nodes, start)) for start, nodes in products.items()}
+        link = {start: context.cost.collective_seconds(start) for start in (*products, last)}
+
+        def johnson(start: fx.Node) -> tuple[bool, float]:
+            hides = taken[start] >= link[start]
+            return hides, -link[start] if hides else taken[start]
+
+        counts = range(len(products) + 1)
+        sets = [sorted(list(products)[len(products) - count :], key=johnson) for count in counts]
         orders: list[list[fx.Node]] = []
         timed: list[float] = []
         for chosen in sets:
             orders.append(order := _behind(graph, last, chosen, products))
             segments = Segments.of(order, starts, waits, context.cost, seconds)
             timed.append(segments.seconds(choose(gathers, segments, self.budget, room_of(context))))
-            if sum(seconds[n] for s in chosen for n in products[s]) > _ENOUGH * context.cost.collective_seconds(last):
+            if sum(map(taken.__getitem__, chosen)) > _ENOUGH * link[last]:
                 break
 
         def peak(count: int) -> int:
