@@ -205,7 +205,7 @@ class DataParallelMesh(Mesh):
 
 def shapes_of_groups(mesh: DeviceMesh) -> dict[str, GroupShape]:
     """Return the name of the group of each dimension → where its ranks lie."""
-    shapes = {}
+    shapes: dict[str, GroupShape] = {}
     for dim in range(mesh.ndim):
         line = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist()
         stride = abs(line[1] - line[0]) if len(line) > 1 else 1

@@ -101,7 +101,8 @@ def _made(chosen: argparse.Namespace) -> Any:
     from graph_fsdp.planning.search import meshes
 
     dimensions = Dimensions.of(chosen.mesh)
-    divided = not dimensions.is_plain or chosen.microbatches is not None or chosen.schedule is not None
+    of_pipelines = chosen.microbatches is not None, chosen.schedule is not None, chosen.stages_per_rank > 1
+    divided = not dimensions.is_plain or any(of_pipelines)
     island = find_hardware(chosen.hardware).island
     options: dict[str, Any] = {
         "hardware": chosen.hardware,
@@ -116,15 +117,12 @@ def _made(chosen: argparse.Namespace) -> Any:
         return _divided(chosen, dimensions, options)
     if chosen.search:
         model = find_model(chosen.model, chosen.batch, chosen.seq)
-        shapes = dict.fromkeys([chosen.mesh, *meshes(dimensions.ranks, island)])
+        replicas = (dimensions.dp_replicate,) if dimensions.dp_replicate > 1 else ()
+        shapes = dict.fromkeys([(*replicas, dimensions.dp_shard), *meshes(dimensions.ranks, island)])
         return search(*model, mesh_shapes=list(shapes), memory=chosen.memory, progress=_progress, **options)
     with Console(stderr=True).status("tracing the model and running the passes"):
-        return plan(
-            *find_model(chosen.model, chosen.batch, chosen.seq),
-            mesh_shape=dimensions,
-            **_memory_options(chosen),
-            **options,
-        )
+        model_fn, inputs = find_model(chosen.model, chosen.batch, chosen.seq)
+        return plan(model_fn, inputs, mesh_shape=dimensions, **_memory_options(chosen), **options)
 
 
 def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[str, Any]) -> Any:
@@ -137,9 +135,12 @@ def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[s
     from graph_fsdp.planning.model_config import read_config
     from graph_fsdp.planning.search import neighbours
 
-    for name in ("report", "trace"):
+    for name in ("report", "trace", "expandable_segments"):
         if getattr(chosen, name):
-            raise ValueError(f"--{name}: is of one program, and a pipeline's stages have one each; leave it out")
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option}: is of one program, and a pipeline's stages have one each; leave it out")
+    if chosen.search and (chosen.schedule or chosen.stages_per_rank > 1):
+        raise ValueError("--schedule: is of one plan, and --search compares several; leave it out")
     if not chosen.model.endswith(".json"):
         raise ValueError(
             f"model: {chosen.model} is no config.json, and how to divide it over {dimensions} is not known; call "

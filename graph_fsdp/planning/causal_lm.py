@@ -95,6 +95,7 @@ class CausalLM:
         for module in experts:
             _divide_experts(module, meshes)
         if (tp := meshes.get("tp")) is not None:
+            assert isinstance(model, CausalStage)
             for layer in model.layers:
                 _divide_layer(layer, tp, self._styles())
             ends: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if model.labelled else {}
@@ -133,10 +134,12 @@ class CausalStage(nn.Module):
         )
         base = whole.base_model
         embedding, stack, norm = config.base_model_pp_plan
-        self.embeds, self.labelled, self.vocabulary = first, last, None
+        self.embeds, self.labelled = first, last
+        self.vocabulary: DeviceMesh | None = None  # that divides the logits
         self.embedding = getattr(base, embedding) if first else None
         self.layers = nn.ModuleList(getattr(base, stack)[layers.start : layers.stop])
-        self.norm, self.head = (getattr(base, norm), whole.get_output_embeddings()) if last else (None, None)
+        self.norm: nn.Module | None = getattr(base, norm) if last else None
+        self.head: nn.Module | None = whole.get_output_embeddings() if last else None
         self.rotary = base.rotary_emb
 
     def forward(self, x: Tensor, positions: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -270,4 +273,5 @@ def _exchanged(rows: Tensor, group: str, ranks: int) -> Tensor:
         return rows
     split = [rows.shape[0] // ranks] * ranks
     sent = torch.ops._c10d_functional_autograd.all_to_all_single(rows, split, split, group)
-    return torch.ops._c10d_functional.wait_tensor(sent)
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    return received

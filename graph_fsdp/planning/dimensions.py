@@ -56,7 +56,8 @@ class Dimensions:
         if isinstance(mesh_shape, Dimensions):
             return mesh_shape
         if not isinstance(mesh_shape, Mapping):
-            sizes = tuple(mesh_shape) if isinstance(mesh_shape, Sequence) and not isinstance(mesh_shape, str) else ()
+            given: Any = mesh_shape
+            sizes = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
             if len(sizes) not in (1, 2) or not all(map(is_count, sizes)):
                 raise ValueError(
                     "mesh_shape must be (ranks that shard,) or (replicas, ranks that shard), each 1 or more, or "
@@ -130,9 +131,8 @@ class Dimensions:
             sizes = (self.dp_replicate * self.dp_shard, self.cp, self.tp)
             found["cp"] = init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "cp", "tp"))["cp"]
         if self.ep > 1:
-            names = ("dp_replicate", "efsdp", "ep", "tp")
-            sizes = (self.dp_replicate, self.shards // self.ep, self.ep, self.tp)
-            experts = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+            around = (self.dp_replicate, self.shards // self.ep, self.ep, self.tp)
+            experts = init_device_mesh(device_type, around, mesh_dim_names=("dp_replicate", "efsdp", "ep", "tp"))
             found["ep"] = experts["ep"] if self.tp == 1 else experts["ep", "tp"]
             found["efsdp"] = experts["efsdp"] if self.dp_replicate == 1 else experts["dp_replicate", "efsdp"]
         return found

@@ -115,7 +115,7 @@ def _most(made: Plan) -> int:
     profiles = [profile for view in (made.forward, made.backward) if (profile := view.memory) is not None]
     apart = ("shards", "gradients")
     rows = (zip(*(v for name, v in p.timeline.items() if name not in apart), strict=True) for p in profiles)
-    return max(sum(row) for row in itertools.chain(*rows))
+    return max(sum(map(int, row)) for row in itertools.chain(*rows))
 
 
 # What runs when

@@ -110,12 +110,7 @@ def trace(
     by_name = isinstance(example_inputs, Mapping)
     inputs: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
     inputs = compat.tree_map_only(Tensor, lambda t: t if t.device == target else _without_memory(t, target), inputs)
-    model = built_on_meta(model_fn)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model_fn must return an nn.Module, it returned {type(model).__name__}")
-    if loss is not None:
-        forward = model.forward
-        model.forward = functools.wraps(forward)(lambda *args, **kwargs: loss(forward(*args, **kwargs)))
+    model = _built(model_fn, loss)
     compile_options.pop("param_init_fn", None)
     with _process_group(dimensions.stage_ranks):
         meshes = _meshes(dimensions, target)
@@ -141,6 +136,17 @@ def trace(
             last = _finalization(model) if finalization else None
             return Traced(graphs, end.context, report, last, bool(engine.unsharded.units))
     raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
+
+
+def _built(model_fn: Callable[[], nn.Module], loss: Callable[[Any], Tensor] | None) -> nn.Module:
+    """Build the model, with the loss within its forward."""
+    model = built_on_meta(model_fn)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model_fn must return an nn.Module, it returned {type(model).__name__}")
+    if loss is not None:
+        forward = model.forward
+        model.forward = functools.wraps(forward)(lambda *args, **kwargs: loss(forward(*args, **kwargs)))
+    return model
 
 
 def built_on_meta(model_fn: Callable[[], Any]) -> Any:
@@ -182,8 +188,8 @@ def _meshes(dimensions: Dimensions, device: torch.device) -> dict[str, DeviceMes
     """Make the meshes of one stage. Data parallelism alone has one of no names."""
     if not dimensions.is_plain:
         return dimensions.meshes(device.type)
-    sizes = (dimensions.dp_replicate, dimensions.dp_shard)
-    sizes = sizes[1:] if sizes[0] == 1 else sizes
+    replicas = (dimensions.dp_replicate,) if dimensions.dp_replicate > 1 else ()
+    sizes = (*replicas, dimensions.dp_shard)
     return {"dp": init_device_mesh(device.type, sizes)} if dimensions.ranks > 1 else {}
 
 
@@ -250,8 +256,8 @@ def _take_memory(model: nn.Module, device: torch.device) -> None:
 def _without_memory(value: Tensor, device: torch.device) -> Tensor:
     if isinstance(value, DTensor):
         local = _without_memory(compat.local_part(value), device)
-        like = {"run_check": False, "shape": value.shape, "stride": value.stride()}
-        return DTensor.from_local(local, value.device_mesh, value.placements, **like)
+        mesh, placements = value.device_mesh, value.placements
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
     if value.numel() <= 1:  # Dynamo reads the values of integer scalars (BatchNorm counts its batches in one)
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return compat.without_memory(value.shape, value.dtype, device).requires_grad_(_is_input_with_gradient(value))
