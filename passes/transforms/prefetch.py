@@ -84,9 +84,9 @@ class Prefetch(GraphPass):
         context.plan.keep(graph)
         place_copies(graph)
         place_payloads(graph)
-        limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
+        within = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
         ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
-        return f"{ahead}, at most {in_flight} reductions in flight{limit}"
+        return f"{ahead}, at most {in_flight} reductions in flight{within}"
 
     def _distance(self, phase: str) -> int | Literal["auto"] | BackwardPrefetch:
         if phase == "backward":
