@@ -366,6 +366,23 @@ def test_grouped_query_attention_counts_the_heads_of_the_queries(heads: int) -> 
     assert node_flops(call) == 2 * (2 * 8 * 16 * 16 * 4)
 
 
+def test_products_in_groups_count_as_one_product() -> None:
+    """However long the groups are: of rows in the forward, of columns or of what is summed in the backward."""
+    ends = torch.empty(8, dtype=torch.int32, device="meta")
+    shapes = {
+        "rows": ((512, 64), (8, 64, 32), 2 * 512 * 64 * 32),
+        "columns": ((8, 32, 64), (64, 512), 2 * 32 * 64 * 512),
+        "what is summed": ((64, 512), (512, 32), 2 * 64 * 512 * 32),
+        "no groups": ((8, 512, 64), (8, 64, 32), 8 * 2 * 512 * 64 * 32),
+    }
+    for name, (a, b, flops) in shapes.items():
+        offsets = () if len(a) == len(b) == 3 else (ends,)
+        graph = trace(aten._grouped_mm.default, tensor(*a), tensor(*b), *offsets)
+        (product,) = calls(graph, aten._grouped_mm.default)
+        work = graph_work(graph, fused=True)[product]
+        assert (work.flops, work.launches, work.dtype) == (flops, 1, torch.bfloat16), name
+
+
 def test_attention_has_its_own_efficiencies_and_executes_what_a_causal_mask_leaves() -> None:
     def attend(causal: bool) -> Callable[..., Tensor]:
         return lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)[0]

@@ -73,7 +73,16 @@ CPU_ATTENTION_FORMULAS = {
     for direction in ("", "_backward")
 }
 
-FLOP_FORMULAS = ChainMap(compat.flop_registry, CPU_ATTENTION_FORMULAS)
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Count the FLOPs of ``[rows, inner] @ [inner, columns]`` in groups of rows, of columns or of ``inner``: those of
+    the one product, however long the groups are. Where both have a batch of matrices, those of all products."""
+    batch = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * batch * math.prod(a.shape[-2:]) * b.shape[-1]
+
+
+GROUPED_PRODUCTS = dict.fromkeys(_packets(aten, "_grouped_mm _scaled_grouped_mm"), _grouped_product)
+FLOP_FORMULAS = ChainMap(compat.flop_registry, CPU_ATTENTION_FORMULAS, GROUPED_PRODUCTS)
 _ATTENTION = frozenset(operator for operator in FLOP_FORMULAS if str(operator).startswith("aten._scaled_dot_product_"))
 _IN_BACKWARD = frozenset(operator for operator in _ATTENTION if str(operator).endswith("_backward"))
 
