@@ -37,7 +37,7 @@ PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar 
 # imports, which takes as long again. Files that are no Python of this release have none: no error.
 bytecode = $(1)/bin/python -m compileall -qq -j 0 $(1)/lib graph_fsdp passes runtime || true
 
-LIBRARIES := timm transformers diffusers accelerate peft trl datasets
+LIBRARIES := timm transformers diffusers accelerate peft trl datasets torchtitan triton
 
 .PHONY: train test test-long test-all test-xla test-package test-matrix compatibility gpu replay docs lint types clean
 

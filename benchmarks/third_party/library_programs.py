@@ -1,4 +1,4 @@
-"""Training by libraries: the same program under DistributedDataParallel and under graph_fsdp, on two processes."""
+"""Training by libraries: the same program under DistributedDataParallel, or FSDP2, and under graph_fsdp."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from tables import Table
 NAME = "libraries_compatibility"
 SECONDS = 900.0
 BOUND = 1e-5  # relative, of losses and of norms of gradients: float32 in another order
+TITAN = "its Trainer, optimizers and clipping; attention without masks of documents, bytes as text"
 WHAT = "accumulation, evaluation, resumed from a checkpoint"
 
 
 @dataclass(frozen=True)
 class Program:
-    """``file``: beside this one. ``packages``: that it needs; their versions stand in the table."""
+    """``file``: beside this one. ``packages``: that it needs; their versions stand in the table. ``beside``: which way
+    of training it is compared with."""
 
     file: str
     packages: tuple[str, ...]
     what: str
+    processes: int = 2
+    beside: str = "ddp"
 
     def is_possible(self) -> bool:
         return all(importlib.util.find_spec(package) for package in self.packages)
@@ -62,6 +66,16 @@ PROGRAMS = {
         ("accelerate", "transformers", "datasets"),
         "`accelerate.test_utils.scripts.external_deps.test_performance`, and what `save_model` writes",
     ),
+    "torchtitan-llama3": Program(
+        "torchtitan_program.py", ("torchtitan",), f"llama3's debug model: {TITAN}", beside="fsdp2"
+    ),
+    "torchtitan-deepseek_v3": Program(
+        "torchtitan_program.py",
+        ("torchtitan",),
+        f"deepseek_v3's debug model, experts on pairs of 4 processes: {TITAN}",
+        processes=4,
+        beside="fsdp2",
+    ),
 }
 
 
@@ -74,14 +88,14 @@ def run_all(folder: Path, only: list[str]) -> int:
             print(json.dumps(rows[-1]), flush=True)
     if rows:
         record(folder, rows)
-    return sum(row["result"] != "as DDP" for row in rows)
+    return sum(row["result"] != f"as {PROGRAMS[row['name']].beside.upper()}" for row in rows)
 
 
 def run(name: str, program: Program) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = [losses(name, program, way, Path(folder) / way) for way in ("ddp", "graph_fsdp")]
-            result = difference(*found)
+            found = [losses(name, program, way, Path(folder) / way) for way in (program.beside, "graph_fsdp")]
+            result = difference(*found, beside=program.beside.upper())
         except RuntimeError as error:
             result = str(error)
     return {"name": name, "version": program.versions, "what": program.what, "result": result}
@@ -92,9 +106,9 @@ def losses(name: str, program: Program, way: str, out: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: says with which error, or that it took too long.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     file = Path(__file__).with_name(program.file)
-    command = [*launcher, str(file), "--library", name, "--way", way, "--out", str(out)]
+    command = [*launcher, str(program.processes), str(file), "--library", name, "--way", way, "--out", str(out)]
     path = os.pathsep.join([str(file.parents[1]), os.environ.get("PYTHONPATH", "")])
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": path}
     environment = {**os.environ, **variables}
@@ -109,7 +123,7 @@ def losses(name: str, program: Program, way: str, out: Path) -> dict[str, Any]:
     return json.loads((out / "losses.json").read_text())  # type: ignore[no-any-return]
 
 
-def difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
+def difference(expected: dict[str, Any], found: dict[str, Any], beside: str = "DDP") -> str:
     """ "as DDP", or the first value that is not."""
     for part, values in expected.items():
         for key, wanted in values.items():
@@ -119,7 +133,7 @@ def difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
             for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
                 if abs(a - b) > BOUND * abs(b):
                     return f"{part}: {key} {step} is {a:.6g}, not {b:.6g}"
-    return "as DDP"
+    return f"as {beside}"
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -136,8 +150,8 @@ def record(folder: Path, rows: list[dict[str, Any]]) -> None:
     written = {
         "benchmark": "third_party.library_programs",
         "command": "make compatibility",
-        "about": "Losses, norms of gradients and what is saved, beside the same program under DDP, on two processes of "
-        "the CPU, `backend='eager'`; models of transformers with `fullgraph=False`",
+        "about": "Losses, norms of gradients and what is saved, beside the same program under DDP or FSDP2, on two "
+        "processes of the CPU or as many as it says, `backend='eager'`; models of transformers with `fullgraph=False`",
         "rows": sorted([*kept, *rows], key=lambda row: list(PROGRAMS).index(row["name"])),
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,121 @@
+"""torchtitan's decoders (llama3, deepseek_v3, …) in its trainer: a function in place of theirs.
+
+    spec = dataclasses.replace(config.model_spec, parallelize_fn=graph_fsdp.integrations.torchtitan.parallelize)
+
+Written for torchtitan 0.3, which it does not import.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(
+    model: Model,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> Model:
+    """Compile a decoder of torchtitan, with the arguments and in the place of its ``ModelSpec.parallelize_fn``.
+
+    The trainer initialises the model afterwards: values are zeros here. A rank holds its parts of all tensor-parallel
+    matrices and experts for a moment, before they are sharded. Of the options:
+
+    - Tensor and expert parallelism are torchtitan's (``model.parallelize``); experts are sharded over ``efsdp``, the
+      rest over ``fsdp``, both beside ``dp_replicate``.
+    - ``compile_config``: its backend; Inductor where ``"model"`` is not compiled.
+    - ``ac_config``: "full" recomputes each unit, "selective" all but the operators of its ``get_save_ops`` (no matrix
+      product, where torchtitan recomputes every second one), "memory-budget" is the partitioner's.
+    - Gradients are summed over ranks and not divided: torchtitan's loss has the number of all tokens.
+
+    Raises:
+        UnsupportedError: ``spmd_backend`` other than "partial_dtensor", context or pipeline parallelism, symmetric
+            memory.
+    """
+    _refuse(parallel_dims, parallelism)
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
+        decoder: Any = model
+        decoder.parallelize(parallel_dims)
+    replicas = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+    mesh = parallel_dims.get_mesh([*replicas, "fsdp"])
+    _give_memory(model, mesh.device_type)
+    experts = parallel_dims.get_optional_mesh([*replicas, "efsdp"]) if parallel_dims.ep_enabled else None
+    divided = [m.routed_experts.inner_experts for m in model.modules() if experts and hasattr(m, "routed_experts")]
+    compiled = compile_config.enable and "model" in compile_config.components
+    graph_fsdp.compile(
+        model,
+        mesh,
+        meshes=dict.fromkeys(divided, experts) or None,
+        reshard_after_forward={"always": True, "never": False}.get(parallelism.fsdp_reshard_after_forward),
+        mp_policy=MixedPrecisionPolicy(
+            getattr(torch, training.mixed_precision_param),
+            getattr(torch, training.mixed_precision_reduce),
+            cast_forward_inputs=False,
+        ),
+        offload_policy=CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy(),
+        activation_checkpointing=_recompute(ac_config, dump_folder),
+        param_init_fn=_zeros,
+        backend=compile_config.backend if compiled else "inductor",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    return model
+
+
+def _refuse(parallel_dims: Any, parallelism: Any) -> None:
+    refused = {
+        f"spmd_backend={parallelism.spmd_backend!r}": parallelism.spmd_backend != "partial_dtensor",
+        "context_parallel_degree above 1": parallel_dims.cp_enabled,
+        "pipeline_parallel_degree above 1": parallel_dims.pp_enabled,
+        "enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
+    }
+    for option, asked in refused.items():
+        if asked:
+            raise UnsupportedError(
+                f"parallelism.{option}: graph_fsdp.integrations.torchtitan has no such path; set "
+                "spmd_backend='partial_dtensor', without context and pipeline parallelism and symmetric memory, or "
+                "take torchtitan's own parallelize function"
+            )
+
+
+def _give_memory(model: nn.Module, device: str) -> None:
+    """Give parameters that are divided already zeros for the rank's part: ``compile`` takes none on the meta device."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if isinstance(p, DTensor) and p.is_meta:
+                if p not in made:
+                    made[p] = nn.Parameter(torch.zeros_like(p, device=device), requires_grad=p.requires_grad)
+                setattr(module, name, made[p])
+
+
+def _recompute(config: Any, dump_folder: str) -> Recompute:
+    if config is None:
+        return None
+    if hasattr(config, "memory_budget"):
+        budget: float = config.memory_budget
+        return budget
+    policy = config.build(dump_folder=dump_folder)
+    return tuple(policy.get_save_ops()) if hasattr(policy, "get_save_ops") else "unit"
+
+
+@torch.no_grad()
+def _zeros(module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.zero_()

@@ -1,0 +1,164 @@
+"""torchtitan's options in ``graph_fsdp.integrations.torchtitan``, and its trainer where it is installed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from printed import calls
+from third_party import library_programs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import graph_fsdp
+from graph_fsdp import UnsupportedError
+from graph_fsdp.integrations.torchtitan import parallelize
+
+EXPERTS, WIDTH = 4, 8
+
+
+class Mixture(nn.Module):
+    """Has experts where torchtitan's layers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routed_experts = nn.Module()
+        self.routed_experts.inner_experts = nn.Module()
+        self.routed_experts.inner_experts.w = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.routed_experts.inner_experts.w
+        return x + torch.bmm(x.expand(2, -1, -1), w.to_local() if isinstance(w, DTensor) else w[:2]).sum(0)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.moe = Mixture()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(self.linear(x).relu())
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": Layer(), "1": Layer()})
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        mesh = parallel_dims.get_mesh("ep")
+        for layer in self.layers.values():
+            experts = layer.moe.routed_experts.inner_experts
+            experts.w = nn.Parameter(distribute_tensor(experts.w.detach(), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+
+
+class Dims:
+    """torchtitan's ``ParallelDims`` on a fake group of 8 ranks."""
+
+    tp_enabled = cp_enabled = pp_enabled = dp_replicate_enabled = False
+
+    def __init__(self, *, ep: bool = False) -> None:
+        self.ep_enabled = ep
+        self.mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("efsdp", "ep"))
+        self.fsdp = self.mesh._flatten("fsdp")
+
+    def get_mesh(self, names: Any) -> Any:
+        return self.fsdp if names == ["fsdp"] else self.mesh["ep" if names == "ep" else tuple(names)]
+
+    get_optional_mesh = get_mesh
+
+
+def parallelized(dims: Dims, ac_config: Any = None, **parallelism: Any) -> Any:
+    training = SimpleNamespace(
+        mixed_precision_param="bfloat16", mixed_precision_reduce="float32", enable_cpu_offload=False
+    )
+    given = {"spmd_backend": "partial_dtensor", "fsdp_reshard_after_forward": "default", "enable_fsdp_symm_mem": False}
+    with torch.device("meta"):
+        model = Decoder()
+    return parallelize(
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=SimpleNamespace(**given | parallelism),
+        compile_config=SimpleNamespace(enable=True, components=["model"], backend="eager"),
+        ac_config=ac_config,
+        dump_folder="",
+    )
+
+
+def trained(model: Any) -> Any:
+    model.to_empty(device="cpu")  # as the trainer, which initialises afterwards
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    model(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+    return graph_fsdp.inspect(model)
+
+
+def test_experts_are_sharded_over_their_own_mesh(fake_group: None) -> None:
+    model = parallelized(Dims(ep=True))
+    assert isinstance(model.layers["0"], FSDPModule)
+    report = trained(model)
+    starts = calls(report.forward, "all_gather_start")
+    assert starts.count("world_size=8") == 3 and starts.count("world_size=4") == 2
+    assert starts.count("bfloat16") == 5
+    reductions = calls(report.backward, "reduce_scatter_start")
+    assert reductions.count("factor=1.0") == 5 and reductions.count("float32") == 5, "sums, in reduce_dtype"
+
+
+@pytest.mark.parametrize(("policy", "gathered_again"), [("default", 2), ("always", 3), ("never", 0)])
+def test_policies_of_resharding(fake_group: None, policy: str, gathered_again: int) -> None:
+    report = trained(parallelized(Dims(), fsdp_reshard_after_forward=policy))
+    assert calls(report.backward, "all_gather_start").count("world_size") == gathered_again
+
+
+def test_activation_checkpointing(fake_group: None) -> None:
+    class Selective:
+        def build(self, dump_folder: str) -> Any:
+            return SimpleNamespace(get_save_ops=lambda: {torch.ops.aten.relu.default})
+
+    def recomputed(ac_config: Any) -> set[Any]:
+        backward = trained(parallelized(Dims(), ac_config)).backward
+        targets = [node.target for node in backward.graph.fx_graph.nodes]
+        return {t for t in (torch.ops.aten.relu.default, torch.ops.aten.bmm.default) if targets.count(t)}
+
+    relu, bmm = torch.ops.aten.relu.default, torch.ops.aten.bmm.default
+    full = SimpleNamespace(build=lambda dump_folder: SimpleNamespace())
+    assert (relu in recomputed(None), relu in recomputed(full), relu in recomputed(Selective())) == (False, True, False)
+    assert bmm in recomputed(SimpleNamespace(memory_budget=0.5))
+
+
+def test_paths_of_torchtitan_that_are_not_here(fake_group: None) -> None:
+    dims = Dims()
+    with pytest.raises(UnsupportedError, match=r"spmd_backend='spmd_types': .* set spmd_backend='partial_"):
+        parallelized(dims, spmd_backend="spmd_types")
+    with pytest.raises(UnsupportedError, match="enable_fsdp_symm_mem"):
+        parallelized(dims, enable_fsdp_symm_mem=True)
+    dims.pp_enabled = True
+    with pytest.raises(UnsupportedError, match="pipeline_parallel_degree"):
+        parallelized(dims)
+    dims.cp_enabled = True
+    with pytest.raises(UnsupportedError, match="context_parallel_degree"):
+        parallelized(dims)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["torchtitan-llama3", "torchtitan-deepseek_v3"])
+def test_its_trainer_has_the_losses_of_fsdp2(name: str, tmp_path: Any) -> None:
+    pytest.importorskip("torchtitan")
+    program = library_programs.PROGRAMS[name]
+    found = [library_programs.losses(name, program, way, tmp_path / way) for way in ("fsdp2", "graph_fsdp")]
+    assert found[0] == found[1], json.dumps(found)
