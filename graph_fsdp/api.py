@@ -9,12 +9,13 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import trace_composable_checkpoints
 from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
-from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.mesh import DataParallelMesh, shapes_of_groups
 from graph_fsdp.module.module import become_compiled, original_forward
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import extend, is_extended, plain
@@ -138,6 +139,9 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     spec = dataclasses.replace(spec, offload=options.offload(place.device))
     reshard, size = options.reshard_size(spec.world_size)
     groups = place.mesh.group_shapes() if place.mesh is not None else {"": GroupShape(1)}
+    if ranks is not None:  # and those of tensor and expert parallelism
+        for p in names:
+            groups |= shapes_of_groups(p.device_mesh) if isinstance(p, DTensor) else {}
     if size:
         assert ranks is not None
         spec = dataclasses.replace(spec, reshard_group=ranks.subgroup(size).group_name, reshard_size=size)

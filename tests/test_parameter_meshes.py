@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from torch.distributed.tensor import Shard
 
 import graph_fsdp
 from graph_fsdp import AlreadyShardedError, MeshError, RankDisagreement, UnsupportedError, checkpoint
+from graph_fsdp.passes import default_pipeline
 from graph_fsdp.report.report import engine_of
 
 COUNT, WIDTH, ROWS = 4, 16, 8  # experts, their width, tokens per rank
@@ -143,6 +146,29 @@ def test_the_report_names_the_mesh(fake_group: None, tmp_path: Path) -> None:
     model(tokens(0)).sum().backward()
     graph_fsdp.inspect(model).save_trace(tmp_path / "trace.json")
     assert '"over efsdp"' in (tmp_path / "trace.json").read_text()
+
+
+def test_the_report_has_the_models_own_collectives_on_a_lane(fake_group: None, tmp_path: Path) -> None:
+    mesh, own = meshes(4, 2)
+    pipeline = default_pipeline(hardware="h100")
+    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]}, passes=pipeline)
+    model(tokens(0)).sum().backward()
+    report = graph_fsdp.inspect(model)
+    line = r"collectives of the model: (.*?); ([\d.]+) ms, of it exposed ([\d.]+), beside .* ([\d.]+)"
+    found = [re.search(line, str(view.model_collectives())).groups() for view in (report.forward, report.backward)]
+    assert str(report).count("collectives of the model") == 2
+    assert [kinds for kinds, *_ in found] == ["4 all_to_all_single"] * 2, "of two layers, there and back"
+    for _, taken, exposed, beside in found:
+        assert 0 < float(exposed) <= float(taken) and 0 < float(beside) <= float(taken), "gathers go on meanwhile"
+    report.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    group = f"of the model, group {own['ep'].get_group().group_name}"
+    (lane,) = {event["tid"] for event in events if event["ph"] == "M" and event["args"]["name"] == group}
+    slices = [event for event in events if event["ph"] == "X" and event["tid"] == lane]
+    assert len(slices) == 8 and all(event["args"]["bytes"] for event in slices)
+    alone = ours(model_of(), mesh, None)
+    alone(tokens(0)).sum().backward()
+    assert "collectives of the model" not in str(graph_fsdp.inspect(alone))
 
 
 def test_a_class_a_module_a_function_and_a_placement_say_the_same(fake_group: None) -> None:

@@ -54,13 +54,16 @@ def parallelize(
     replicas = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     mesh = parallel_dims.get_mesh([*replicas, "fsdp"])
     _give_memory(model, mesh.device_type)
-    experts = parallel_dims.get_optional_mesh([*replicas, "efsdp"]) if parallel_dims.ep_enabled else None
-    divided = [m.routed_experts.inner_experts for m in model.modules() if experts and hasattr(m, "routed_experts")]
+    experts = {}
+    if parallel_dims.ep_enabled:
+        names = [name for name, _ in model.named_modules() if name.endswith("routed_experts.inner_experts")]
+        own = parallel_dims.get_mesh([*replicas, "efsdp"])
+        experts = dict.fromkeys(map(model.get_submodule, names), own)
     compiled = compile_config.enable and "model" in compile_config.components
     graph_fsdp.compile(
         model,
         mesh,
-        meshes=dict.fromkeys(divided, experts) or None,
+        meshes=experts or None,
         reshard_after_forward={"always": True, "never": False}.get(parallelism.fsdp_reshard_after_forward),
         mp_policy=MixedPrecisionPolicy(
             getattr(torch, training.mixed_precision_param),

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -17,9 +18,11 @@ from torch import nn
 
 from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import FIRST_CALL, Cause
+from graph_fsdp.passes.analysis.kernels import packet
 from graph_fsdp.passes.analysis.memory import MemoryProfile
-from graph_fsdp.passes.analysis.simulate import Timeline, simulate
+from graph_fsdp.passes.analysis.simulate import Timeline, seconds_beside, simulate
 from graph_fsdp.passes.context import PassError, VerificationError
+from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
 from graph_fsdp.passes.ir.layout import copies
 from graph_fsdp.passes.ir.spec import ModelSpec
@@ -111,7 +114,23 @@ class GraphView(report_text.Printed):
         elif self.buckets:
             found.append(f"copied by packing and unpacking: {self.copied_nbytes:,} bytes")
         found += [known for known in (self.memory, self.cuda_graphs) if known is not None]
+        found += [line for line in (self.model_collectives(),) if line]
         return [line for part in [*found, self.predicted()] for line in str(part).splitlines()]
+
+    def model_collectives(self) -> str:
+        """Summarise the model's own collectives (of tensor and expert parallelism) in one line; "" without any."""
+        events = self.timeline.events if self.timeline is not None else []
+        own = [event for event in events if dialect.is_model_collective(event.node)]
+        if not own:
+            return ""
+        counts = Counter(packet(event.node).__name__ for event in own)
+        taken, exposed = sum(e.end - e.begin for e in own), sum(e.exposed for e in own)
+        beside = seconds_beside(own, [event for event in events if event.node.target in dialect.STARTS])
+        kinds, ms = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())), report_text.milliseconds
+        return (
+            f"collectives of the model: {kinds}; {ms(taken)} ms, of it exposed {ms(exposed)}, beside gathers and "
+            f"reductions {ms(beside)}"
+        )
 
     def predicted(self) -> str:
         """Summarise the timeline in one line."""

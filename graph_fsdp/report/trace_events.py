@@ -28,6 +28,7 @@ from graph_fsdp.passes.analysis.simulate import Timeline
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import wait_of
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.report.provenance import module_name, source_line
 from graph_fsdp.runtime.observe import Interval, Place, ProgramRun
@@ -183,7 +184,7 @@ def lane_of(start: fx.Node, spec: ModelSpec) -> str:
         }
         return lanes.get(dialect.group_of(start), "in subgroups")
     if dialect.is_model_collective(start):
-        return "of the model"
+        return f"of the model, group {argument(start, 'group_name')}"
     return "copies to the device" if start.target is dialect.fetch_start else "copies to the CPU"
 
 

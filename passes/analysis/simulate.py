@@ -70,6 +70,18 @@ class Timeline:
         return max(self.compute, self.communication)
 
 
+def seconds_beside(events: Sequence[Event], others: Sequence[Event]) -> float:
+    """Return the seconds of ``events`` in which at least one of ``others`` runs too."""
+    found = 0.0
+    for event in events:
+        until = event.begin
+        for other in sorted(others, key=lambda other: other.begin):
+            begin, end = max(other.begin, until), min(other.end, event.end)
+            if begin < end:
+                found, until = found + end - begin, end
+    return found
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Task:
     """A rank computes for ``seconds``; with a ``lane`` it starts a transfer of as long there; with ``waits_for`` it
