@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from printed import calls
+from test_parameter_meshes import meshes
 from third_party import library_programs
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -71,8 +71,7 @@ class Dims:
 
     def __init__(self, *, ep: bool = False) -> None:
         self.ep_enabled = ep
-        self.mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("efsdp", "ep"))
-        self.fsdp = self.mesh._flatten("fsdp")
+        self.fsdp, self.mesh = meshes(4, 2)
 
     def get_mesh(self, names: Any) -> Any:
         return self.fsdp if names == ["fsdp"] else self.mesh["ep" if names == "ep" else tuple(names)]
