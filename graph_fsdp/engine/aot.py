@@ -97,6 +97,7 @@ class AotTrace:
     def compile_backward(self, backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
             program = self._program(backward, "backward")
+            program = self.engine.division.around(program, self.context.graphs["backward"], self.context, self.captured)
         self._alive = None
         return program
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.aot import AotTrace
+from graph_fsdp.engine.division import Division
 from graph_fsdp.engine.dynamo import (
     Entered,
     Entry,
@@ -116,6 +117,7 @@ class Engine:
         self._fullgraph = fullgraph
         self.pieces = Pieces(weakref.proxy(self), fullgraph)
         self.finalization = Finalization(weakref.proxy(self))
+        self.division = Division(weakref.proxy(self))
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
@@ -308,7 +310,8 @@ class Engine:
     def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
         if self.whole:
             return WholeProgram(graph, self.regions, self.counter)
-        graphs = self._program_graphs(graph, context, captured.index)
+        is_half = captured.cause.kind == "divided"  # what crosses to the other half outlives the run
+        graphs = None if is_half else self._program_graphs(graph, context, captured.index)
         memory = self.registered[kind] if (kind := context.settings.registered_memory) else None
         program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs, memory)
         if graph.phase == "backward" and "forward" in context.graphs:

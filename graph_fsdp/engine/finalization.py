@@ -110,7 +110,8 @@ class Finalization:
         context = PassContext(
             spec, engine.reshard_after_forward, cost=engine.cost, settings=settings, stages=captured.stages
         )
-        graph = self._graph(members)
+        mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
+        graph = self._graph(members, mode)
         Annotate().run(graph, context)
         mark_tangents(graph, 0)
         names = {index: p.spec.name for index, p in enumerate(members)}
@@ -123,13 +124,13 @@ class Finalization:
         except (VerificationError, PassError) as error:
             save_failure(error, engine)
             raise
-        engine.regions.prepare([graph])
-        return engine.program(graph, context, captured), graph.absent
+        with compat.tracing(compat.TracingContext(mode)):
+            engine.regions.prepare([graph])
+            return engine.program(graph, context, captured), graph.absent
 
-    def _graph(self, members: list[ShardedParameter]) -> Graph:
+    def _graph(self, members: list[ShardedParameter], mode: compat.FakeTensorMode) -> Graph:
         """Return a graph from whole gradients to their reductions."""
         graph, spec = fx.Graph(), self._engine.spec
-        mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
         gradients = []
         for p in members:
             node = graph.placeholder(f"kept_{p.spec.name}".replace(".", "_"))

@@ -82,14 +82,20 @@ class Schedules:
             plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
         if is_new and decides and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
-        fingerprint = tuple(_fingerprint(graphs, pipeline, context))
+        self.agree(graphs, context, is_compiling=is_new)
+        self.plans[kind] = plan
+
+    def agree(self, graphs: list[Graph], context: PassContext, *, is_compiling: bool = False) -> None:
+        """Agree with the other ranks on the collectives of graphs, if there was no agreement on the same before.
+        ``is_compiling``: the ranks know that this one compiles."""
+        fingerprint = tuple(_fingerprint(graphs, self._engine.pipeline, context))
         if self.lockstep is not None and fingerprint not in self._agreed:
-            if not is_new:
+            if not is_compiling:
                 self.lockstep.compiling()
             self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
-            agree(f"model{self.index}/collectives{self._agreements}", fingerprint, self.ranks, self._timeout, refused)
+            key = f"model{self.index}/collectives{self._agreements}"
+            agree(key, fingerprint, self.ranks, self._timeout, self.lockstep.check_refused)
         self._agreed.add(fingerprint)
-        self.plans[kind] = plan
         if self.lockstep is not None:
             self.lockstep.compiled()
 

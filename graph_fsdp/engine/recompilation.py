@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from graph_fsdp.engine.dynamo import Entry
     from graph_fsdp.report.report import CapturedGraph
 
-CauseKind = Literal[
-    "first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python", "hooks", "finalized"
-]
+CauseKind = (
+    Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python", "hooks"]
+    | Literal["finalized", "divided"]
+)
 
 _INPUT = re.compile(r"\b(?:args\[(?P<index>\d+)\]|kwargs\[['\"](?P<name>\w+)['\"]\])")
 _MODULE = re.compile(r"\._(?:modules|parameters|buffers)\[['\"](?P<name>[^'\"]+)['\"]\]")
@@ -60,7 +61,8 @@ class Cause:
     ``set_requires_gradient_sync`` has changed them), "inputs" (inputs are sharded otherwise), "piece" (what follows a
     graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives what other pieces gather),
     "parameters" (compiled code runs with other parameters), "python" (code outside of graphs reads a parameter),
-    "hooks" (a module has a hook now, or none has any more), "finalized" (``finalize_backward`` reduces what is kept).
+    "hooks" (a module has a hook now, or none has any more), "finalized" (``finalize_backward`` reduces what is kept),
+    "divided" (a pipeline runs a backward in two halves).
     ``compilation``: its name in torch's logs, "0/1".
     """
 

@@ -6,13 +6,14 @@ torch's stage reduces gradients once per step by FSDP2's inside, until torch 2.1
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
 from graph_fsdp.compat.pipelining import stage_backward
-from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import place
 
 
@@ -21,11 +22,13 @@ class PipelineStage(TorchStage):
 
     Microbatches keep their gradients whole, and the last one's backward is followed by one reduction of their sums.
     Parameters are gathered at the first forward of a step and stay whole to its end, where units can be whole
-    (``unshard``); otherwise each microbatch gathers them, as with tensor-parallel or offloaded parameters.
+    (``unshard``); otherwise each microbatch gathers them, as with tensor-parallel or offloaded parameters. Where the
+    schedule divides a backward into that of inputs and that of weights (zero bubble), two programs run it.
 
     Raises:
         TypeError: ``submodule`` is no compiled model.
-        UnsupportedError: the schedule divides a backward into that of inputs and that of weights (zero bubble).
+        UnsupportedError: it has ``backend="xla"`` or ``regions="whole"``.
+        ValueError: in the schedule's first step, the schedule has this stage on another rank.
     """
 
     def __init__(self, submodule: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -34,7 +37,27 @@ class PipelineStage(TorchStage):
                 f"submodule must be a model compiled by graph_fsdp, got {type(submodule).__name__}; call "
                 "graph_fsdp.compile(stage, mesh) before, or take torch's PipelineStage"
             )
+        model: Any = submodule
+        model.set_manual_backward_finalization(False)  # changes nothing, and raises where it could not be True
+        place(model)[0].unsharded.optional = True  # schedules of several stages call unshard()
         super().__init__(submodule, *args, **kwargs)
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """Return where the stages are. The schedule sets it, and torch reads it before the first communication, which
+        would wait for ever where ranks made other stages."""
+        due = self._ranks.get(self.stage_index, self.group_rank)
+        if due != self.group_rank:
+            mine = [stage for stage, rank in self._ranks.items() if rank == self.group_rank]
+            raise ValueError(
+                f"stage {self.stage_index} was made on rank {self.group_rank} of the pipeline, and this schedule has "
+                f"it on rank {due}; rank {self.group_rank} has to make the stages {mine}"
+            )
+        return self._ranks
+
+    @stage_index_to_group_rank.setter
+    def stage_index_to_group_rank(self, ranks: dict[int, int]) -> None:
+        self._ranks = ranks
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.submod
@@ -48,16 +71,21 @@ class PipelineStage(TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        if backward_type != "full":
-            raise UnsupportedError(
-                "schedule: it divides each backward into that of inputs and that of weights, and a graph runs both; "
-                "take ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
-            )
-        given = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
-        grads = stage_backward(*given)
+        grads: tuple[Tensor | None, ...] = ()
+        of_weights = None
+        if backward_type == "weight":
+            for run in bwd_kwargs["param_groups"]:
+                run()
+        else:
+            outputs, grads_of_outputs = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+            is_divided = backward_type == "input"
+            if is_divided and grads_of_outputs is None:  # torch has made a tuple of the loss
+                grads_of_outputs = (None,) * len(outputs)
+            with place(self.submod)[0].division.deferring() if is_divided else nullcontext() as of_weights:
+                grads = stage_backward(outputs, grads_of_outputs, bwd_kwargs["input_values"])
         if last_backward and not hasattr(TorchStage, "perform_reduce_grad"):  # torch 2.9's schedules have no such step
             self._finalize()
-        return grads, None
+        return grads, of_weights
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._finalize()

@@ -39,6 +39,8 @@ class UnitMethods:
         if torch.compiler.is_compiling() or Entered.engine == vars(self)["_graph_fsdp"].number:
             return UnshardHandle() if async_op else None
         engine, unit = place(self)
+        if engine.unsharded.optional and engine.unsharded.unavailable():
+            return UnshardHandle() if async_op else None
         engine.unsharded.start(unit)
         if async_op:
             return Handle(engine.unsharded, unit)

@@ -48,6 +48,7 @@ class UnshardedUnits:
             self.members.setdefault(p.spec.unit, []).append(p)
         self.units: frozenset[str] = frozenset()
         self.refused = ""  # why, where another engine than this one's runs the model
+        self.optional = False  # unshard() does nothing where units cannot be whole: the model is a pipeline's stage
         self.held: set[str] = set()  # by ``unsharded``, to the end of its block
         self.whole_after_backward: frozenset[str] = frozenset()
         # Under way, by unit: buckets with the parameters of the unit in them, and whether in the type of the shards.

@@ -29,14 +29,16 @@ _CUSTOM_INVARIANT = "collectives are those that the user has set"
 
 
 class Verifier:
-    """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since."""
+    """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since.
+    ``reduced``: the parameters whose gradients it reduces; None for those that it reduces now."""
 
-    def __init__(self, graph: Graph, context: PassContext) -> None:
+    def __init__(self, graph: Graph, context: PassContext, reduced: set[str] | None = None) -> None:
         self.graph, self.context = graph, context
         self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
         self.outputs = _output_values(graph)
-        reduced = (n for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad)
-        self.reduced = {dialect.parameter_of(n) for n in reduced}
+        if reduced is None:
+            reduced = {dialect.parameter_of(n) for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad}
+        self.reduced = reduced
         self.gradients = {  # the place of a gradient among the outputs → its parameter
             index: dialect.parameter_of(value)
             for index, value in enumerate(graph.outputs)
