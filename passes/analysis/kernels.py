@@ -81,7 +81,7 @@ def _grouped_product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> in
     return 2 * batch * math.prod(a.shape[-2:]) * b.shape[-1]
 
 
-GROUPED_PRODUCTS = dict.fromkeys(_packets(aten, "_grouped_mm _scaled_grouped_mm"), _grouped_product)
+GROUPED_PRODUCTS = dict.fromkeys(packets(aten, "_grouped_mm _scaled_grouped_mm"), _grouped_product)
 FLOP_FORMULAS = ChainMap(compat.flop_registry, CPU_ATTENTION_FORMULAS, GROUPED_PRODUCTS)
 _ATTENTION = frozenset(operator for operator in FLOP_FORMULAS if str(operator).startswith("aten._scaled_dot_product_"))
 _IN_BACKWARD = frozenset(operator for operator in _ATTENTION if str(operator).endswith("_backward"))
