@@ -70,7 +70,7 @@ class Timeline:
         return max(self.compute, self.communication)
 
 
-def seconds_beside(events: Sequence[TimedTransfer], others: Sequence[Event]) -> float:
+def seconds_beside(events: Sequence[TimedTransfer], others: Sequence[TimedTransfer]) -> float:
     """Return the seconds of ``events`` in which at least one of ``others`` runs too."""
     found = 0.0
     for event in events:
