@@ -119,6 +119,7 @@ OPTIONS: dict[str, Option] = {
     "accumulated shards": Option(mesh="hybrid", at={"forward": accumulated_shards}, numbers="changed"),
     "serial": Option({}, {"prefetch": 0, "reductions_in_flight": 1}),
     "three ahead": Option({}, {"prefetch": 3, "reductions_in_flight": 4}),
+    "weight gradients delayed": Option({}, {"delay_wgrad": 2}),
     "post": Option({}, {"prefetch": BackwardPrefetch.BACKWARD_POST, "bucket": "none"}),
     "forward prefetch": Option({}, {"forward_prefetch": 1}),
     "small buckets": Option({}, {"bucket": 700}),
