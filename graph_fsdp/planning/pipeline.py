@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count
 from graph_fsdp.planning.prediction import Plan, plan
 
+_COMPUTES = re.compile(r"(\d+)([FB])\d+")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 # (stage, kind, microbatch). Kinds: "F" and "B" of a microbatch, "G" gathers and "R" reduces once a step.
 Action = tuple[int, str, int]
@@ -156,10 +158,12 @@ def pipeline_orders(schedule: str, ranks: int, microbatches: int, stages_per_ran
     table: Any = made.pipeline_order
     orders = []
     for rank in range(ranks):
-        kinds = ((a.stage_index, a.computation_type.value) for a in table[rank] if a is not None)
+        # As torch prints them, such as "0F3": the kinds' values differ between versions.
+        read = (_COMPUTES.fullmatch(str(action)) for action in table[rank])
+        kinds = [(int(found[1]), found[2]) for found in read if found is not None]
         # A stage takes microbatches in their order. torch's table of 1F1B numbers the last stage's forwards from 1.
         numbers: dict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
-        orders.append(_with_collectives([(*kind, next(numbers[kind])) for kind in kinds if kind[1] in ("F", "B")]))
+        orders.append(_with_collectives([(*kind, next(numbers[kind])) for kind in kinds]))
     return orders
 
 
