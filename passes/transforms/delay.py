@@ -57,9 +57,10 @@ class DelayWeightGradients(GraphPass):
             raise ValueError(f"delay_wgrad must be 0 or more buckets or 'auto', got {number!r}")
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        *starts, last = graph.with_role(Role.REDUCE_START) or [None]
-        if last is None or self.buckets == 0 or (self.buckets == "auto" and not room_of(context)):
+        reductions = graph.with_role(Role.REDUCE_START)
+        if not reductions or self.buckets == 0 or (self.buckets == "auto" and not room_of(context)):
             return "none delayed"
+        *starts, last = reductions
         products = _products(graph, starts)
         buckets = {_bucket(start): start for start in products}
         planned = context.plan.collectives.get("backward")
