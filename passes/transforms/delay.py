@@ -57,10 +57,10 @@ class DelayWeightGradients(GraphPass):
             raise ValueError(f"delay_wgrad must be 0 or more buckets or 'auto', got {number!r}")
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        starts = graph.with_role(Role.REDUCE_START)
-        if not starts or self.buckets == 0 or (self.buckets == "auto" and not room_of(context)):
+        reductions = graph.with_role(Role.REDUCE_START)
+        if not reductions or self.buckets == 0 or (self.buckets == "auto" and not room_of(context)):
             return "none delayed"
-        last = starts.pop()
+        *starts, last = reductions
         products = _products(graph, starts)
         buckets = {_bucket(start): start for start in products}
         planned = context.plan.collectives.get("backward")

@@ -77,16 +77,16 @@ class Prefetch(GraphPass):
         lift(graph)
         self._place(graph, gathers, distance, context)
         recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
-        limit = context.settings.reductions_in_flight or self.reductions_in_flight
-        in_flight = limit or reductions_under_way(reductions, recomputes, room_of(context))
-        defer_reductions(graph, reductions, in_flight, 0 if limit else len(graph.delayed))
+        given = context.settings.reductions_in_flight or self.reductions_in_flight
+        in_flight = given or reductions_under_way(reductions, recomputes, room_of(context))
+        defer_reductions(graph, reductions, in_flight, 0 if given else len(graph.delayed))
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)
         place_copies(graph)
         place_payloads(graph)
-        within = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
+        limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
         ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
-        return f"{ahead}, at most {in_flight} reductions in flight{within}"
+        return f"{ahead}, at most {in_flight} reductions in flight{limit}"
 
     def _distance(self, phase: str) -> int | Literal["auto"] | BackwardPrefetch:
         if phase == "backward":
