@@ -24,6 +24,8 @@ from train_gpt import load_text
 import graph_fsdp
 from graph_fsdp.integrations.pipelining import PipelineStage
 
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
 
 class Stage(nn.Module):
     """Part ``index`` of ``count`` of a model: tokens to hidden states, hidden states to hidden states, or to logits."""
@@ -60,15 +62,17 @@ class Alone:
 
 
 class Pipeline:
-    """This rank's stages: one, or two with ``schedule`` "Interleaved1F1B"."""
+    """This rank's stages: one, or two with a ``schedule`` of several stages per rank, in a loop or in a V."""
 
     def __init__(self, model: GPT, ranks: Ranks, stages: int, schedule: str, microbatches: int, backend: str) -> None:
         sizes = (stages, ranks.world // stages)
         mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("pp", "dp"))
         self.place, self.replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-        self.group, self.stages, self.replicas = mesh.get_group("pp"), stages, sizes[1]
-        count = 2 * stages if schedule == "Interleaved1F1B" else stages
-        mine = range(self.place, count, stages)
+        self.group, self.replicas = mesh.get_group("pp"), sizes[1]
+        count = stages if schedule in ("GPipe", "1F1B") else 2 * stages
+        in_v = schedule in ("ZBVZeroBubble", "DualPipeV")
+        mine = (self.place, count - 1 - self.place) if in_v else range(self.place, count, stages)
+        self.has_last = count - 1 in mine
         self.models = [graph_fsdp.compile(Stage(model, i, count), mesh["dp"], backend=backend) for i in mine]
         parts = [
             PipelineStage(part, i, count, ranks.device, group=self.group)
@@ -81,17 +85,16 @@ class Pipeline:
         """Return the loss of this rank's part of the batch, a mean over microbatches; 0 without the last stage."""
         inputs, targets = (whole.chunk(self.replicas)[self.replica] for whole in (inputs, targets))
         losses: list[Tensor] = []
-        last = self.place == self.stages - 1
-        given = {"target": targets, "losses": losses} if last else {}
+        given = {"target": targets, "losses": losses} if self.has_last else {}
         self.schedule.step(*([inputs] if self.place == 0 else []), **given)
-        return torch.stack(losses).mean().item() / self.replicas if last else 0.0
+        return torch.stack(losses).mean().item() / self.replicas if self.has_last else 0.0
 
 
 def run(given: Sequence[str] | None = None) -> list[float]:
     """Train, and return the loss of each step, the mean over the batch of all ranks."""
     numbers = {"steps": 20, "batch": 16, "layers": 4, "width": 64, "heads": 2, "context": 64, "lr": 3e-3}
     parser = arguments(__doc__, **numbers, stages=2, microbatches=4)
-    parser.add_argument("--schedule", choices=("GPipe", "1F1B", "Interleaved1F1B"), default="1F1B")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B")
     args = parser.parse_args(given)
     losses = []
     with launched(args.device) as ranks:

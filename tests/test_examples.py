@@ -78,7 +78,8 @@ STAGES = ["--backend", "eager", "--device", "cpu", "--steps", "3"]
 def test_a_pipeline_on_four_ranks_has_the_losses_of_one_process() -> None:
     alone = pipeline_gpt.run(STAGES)
     assert alone == sorted(alone, reverse=True)
-    for schedule in ("1F1B", "Interleaved1F1B"):
+    in_v = ("ZBVZeroBubble",) if torch.__version__ >= (2, 13) else ()  # with torch 2.9, see docs/parallelism.md
+    for schedule in ("1F1B", "Interleaved1F1B", *in_v):
         for losses in run_ranks(pipeline_gpt.run, 4, [*STAGES, "--schedule", schedule], backend=None):
             assert losses == pytest.approx(alone, abs=1e-4)
 

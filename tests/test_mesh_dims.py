@@ -16,6 +16,7 @@ from test_bad_input import MLP, batch, refuse
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
 
 import graph_fsdp
 from graph_fsdp import MeshError, UnsupportedError
@@ -101,6 +102,28 @@ def train(model: nn.Module, part: Any = lambda x: x) -> dict[str, Any]:
         model(part(x)).square().mean().backward()
         optimizer.step()
     return {"gradients": gradients_of(model), "parameters": parameters_of(model)}
+
+
+def test_context_parallel_of_torch_needs_a_gpu(fake_group: None) -> None:
+    """Its ring attention has no operator of the CPU's, compiled or not; docs/parallelism.md says so."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    model = nn.Sequential(nn.Linear(8, 8), Attention())
+
+    def run() -> None:
+        x = torch.randn(2, 2, 8, 8)
+        with context_parallel(mesh["cp"], buffers=[x], buffer_seq_dims=[2]):
+            model(x)
+
+    with pytest.raises(NotImplementedError, match="_scaled_dot_product_flash_attention_for_cpu"):
+        run()
+    graph_fsdp.compile(model, mesh["dp"], backend="eager")
+    with pytest.raises(graph_fsdp.GraphBreakError, match=r"(?s)cannot be traced in one graph.*_attention\.py"):
+        run()
 
 
 @FACTS

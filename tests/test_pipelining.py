@@ -370,6 +370,42 @@ return ...""",
     assert "whole" not in stage_text(of_weights, "mm", stage="divide"), "weights' gradients need no weights"
 
 
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.square()
+
+
+def test_a_bucket_that_both_halves_read_is_gathered_in_both(fake_group: None) -> None:
+    torch.manual_seed(0)
+    model: Any = graph_fsdp.compile(Squared(), backend="eager", reshard_after_forward=True)
+    divided_gradients(model, batch(0).requires_grad_(), divided=True)
+    of_inputs, of_weights = (c.views["backward"] for c in graph_fsdp.inspect(model).graphs[-2:])
+    assert_expected_inline(
+        stage_text(of_inputs, "mm", stage="divide"),
+        """\
+gather_root = all_gather_start([weight], float32, world_size=8)
+full_root = all_gather_wait(gather_root)
+    pow(weight), mm(tangent, pow)
+free(full_root)
+return ...""",
+    )
+    assert_expected_inline(
+        stage_text(of_weights, "mm", stage="divide"),
+        """\
+gather_root = all_gather_start([weight], float32, world_size=8)
+    mm(input, tangent)
+full_root = all_gather_wait(gather_root)
+    pow(weight), ...
+weight_kept = accumulate_grad(weight: mul, shard_shape=[2, 16], float32, float32)
+free(full_root)
+return weight_kept, ...""",
+    )
+
+
 def test_what_crosses_is_freed_after_the_second_half(fake_group: None) -> None:
     torch.manual_seed(0)
     model: Any = graph_fsdp.compile(Part(), backend="eager", activation_checkpointing="unit")
