@@ -219,17 +219,23 @@ def test_groups_settings_and_parameters_that_come_later(make_model: Callable[...
     assert_same_training(*trained(True), *trained(False))
 
 
-def test_a_group_with_another_librarys_dtensor_is_stepped_as_before(make_model: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize("given", [(0, 1, 2, 3), (2,)], ids=["always", "once"])
+def test_a_group_with_another_dtensor_is_stepped_as_before(
+    make_model: Callable[..., nn.Module], given: tuple[int, ...]
+) -> None:
+    """In steps in which a DTensor that no compiled model has is ``given`` a gradient. What runs shared, is counted for
+    each parameter then."""
+
     def trained(distribute: bool) -> tuple[nn.Module, Optimizer]:
         model: Any = make_model()
         mesh = model.norm.weight.device_mesh
         other = nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Replicate()]))
-        groups = [{"params": [model.norm.weight, other], "foreach": True}, {"params": [*model.large.parameters()]}]
+        groups = [{"params": [*model.norm.parameters(), other], "foreach": True}, {"params": [model.last.bias]}]
         optimizer = optim.AdamW(groups, lr=0.01)
         if distribute:
             graph_fsdp.distribute_optimizer(optimizer)
-        for step in range(2):
-            other.grad = distribute_tensor(torch.full((8,), 0.5), mesh, [Replicate()])
+        for step in range(4):
+            other.grad = distribute_tensor(torch.full((8,), 0.5), mesh, [Replicate()]) if step in given else None
             train(model, optimizer, range(step, step + 1))
         return model, optimizer
 

@@ -149,10 +149,11 @@ class _Slice:
         grad = self.p.grad
         if grad is None or compat.local_part(self.p) is not self.local:
             return None
-        if compat.is_placed_like(grad, self.p):
-            return compat.local_part(grad)
-        usual = not isinstance(self.p, DTensor) and type(grad) is Tensor and grad.layout is torch.strided
-        return grad if usual and grad.dtype is self.local.dtype else None
+        if isinstance(self.p, DTensor):
+            usual = compat.is_placed_like(grad, self.p)
+        else:
+            usual = type(grad) is Tensor and grad.layout is torch.strided
+        return compat.local_part(grad) if usual and grad.dtype is self.local.dtype else None
 
     def touches(self, other: _Slice) -> bool:
         """Say whether this small shard comes right behind another small one."""
@@ -252,7 +253,10 @@ class Slices:
         params = [group["params"] for group in groups]
         runs = [self._runs_of(group, state) for group in groups]
         inside = {id(m.p) for in_group in runs for run in in_group for m in run.members}
-        others: defaultdict[Any, Any] = defaultdict(dict, {p: v for p, v in state.items() if id(p) not in inside})
+        others: defaultdict[Any, Any] = defaultdict(dict)
+        for p, values in state.items():
+            if id(p) not in inside:  # what is stepped by itself counts by itself
+                others[p] = values if p.grad is None or id(p) not in self._runs else _unshared(values)
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
         try:
             optimizer.state = others
@@ -287,7 +291,11 @@ class Slices:
                 run.set_gradient([gradient for _, gradient in trained[:count]])
                 del trained[:count]
                 found.append(run)
-        return [] if any(isinstance(p, DTensor) and p.grad is not None for p in others) else found
+        if any(isinstance(p, DTensor) and p.grad is not None for p in others):
+            for run in found:
+                run.param.grad = None
+            return []
+        return found
 
     def _make_run(self, members: Sequence[_Slice], state: Any) -> _Run:
         """Make a run of the first of ``members`` and what follows it without a gap and agrees with it."""
