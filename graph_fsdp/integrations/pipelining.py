@@ -88,7 +88,16 @@ class PipelineStage(TorchStage):
         return grads, of_weights
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self.start_gradient_reduction()
+        self.wait_for_gradient_reduction(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Reduce the gradients of a step; torch 2.15's schedules of several stages call it. Torch's own would reduce
+        those that ``no_sync()`` leaves out, too."""
         self._finalize()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Divide the reduced gradients, which are there already, by ``grad_scale_factor``."""
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
 
