@@ -72,9 +72,11 @@ def train(model: nn.Module, steps: int = 10, rank: int = 0, ranks: int = 1, clip
 
 
 def check_as_one_process(found: Any, steps: int = 10) -> None:
+    """Parameters to 1e-6. Gradients after several steps have the rounding of all of them, of which processors differ by
+    1.6e-6; a gradient that is not the mean over the batch is off by a factor."""
     expected = train(model_of(), steps)
-    for kind, value in found.items():
-        check_close(value, expected[kind], 1e-6, kind)
+    for kind, bound in (("parameters", 1e-6), ("gradients", 5e-6)):
+        check_close(found[kind], expected[kind], bound, kind)
     assert not found["gradients"]["layers.0.experts.w1"][-1].any(), "an expert without tokens has zero gradients"
 
 
