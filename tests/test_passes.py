@@ -183,6 +183,43 @@ def test_prefetch_keeps_the_order_of_the_plan_in_a_recompiled_graph_that_uses_un
     assert graph.collectives == planned
 
 
+def test_a_wait_stands_in_front_of_the_norm_whose_weight_it_brings() -> None:
+    """The kernel of the norm takes the addition in front of it, and is not cut in two."""
+
+    def order(scale_of_other: bool) -> str:
+        build = Builder()
+        shards = {name: build.input(f"shard_{name}", 2, 4, role=Role.SHARD) for name in "ab"}
+        residual = x = build.input("x", 16, 8)
+        for unit, shape in (("a", [8, 16]), ("b", [128])):
+            record = NodeRecord(Role.GATHER_START, unit, unit, (f"{unit}.w",), 512)
+            arguments = ([shards[unit]], [0], 16, torch.float32, 8, "group")
+            start = build.call(dialect.all_gather_start, *arguments, name=f"start_{unit}", record=record)
+            wait = replace(record, role=Role.GATHER_WAIT)
+            full = build.call(dialect.all_gather_wait, start, name=f"wait_{unit}", record=wait)
+            weight = build.call(aten.view.default, full, shape, name=f"weight_{unit}")
+            if unit == "b":
+                x = build.call(aten.mul.Tensor, x, weight, name="scaled")
+                break
+            x = build.call(aten.view.default, build.call(aten.mm.default, x, weight, name="product"), [2, 128])
+            x = build.call(aten.add.Tensor, x, build.call(aten.view.default, residual, [128]), name="sum")
+            if scale_of_other:
+                x = build.call(aten.mul.Tensor, x, full, name="scaled_by_a")
+            mean = build.call(aten.mean.dim, x, [-1], True, name="mean")
+            x = build.call(aten.mul.Tensor, x, mean, name="norm")
+        graph = build.done("forward", x)
+        Prefetch(1).run(graph, PassContext(spec_of("a", "b")))
+        return names(graph).partition("weight_a ")[2]
+
+    assert_expected_inline(
+        order(scale_of_other=False),
+        """product wait_b view_default view_default_1 sum_1 mean norm weight_b scaled output""",
+    )
+    assert_expected_inline(  # where "a" is scaled with, it is in memory
+        order(scale_of_other=True),
+        """product view_default view_default_1 sum_1 scaled_by_a wait_b mean norm weight_b scaled output""",
+    )
+
+
 def gathers_and_reductions() -> Graph:
     """Backward of units ``b`` and ``a``: each is gathered, used and reduced, one after the other."""
     build = Builder()

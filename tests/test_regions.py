@@ -264,7 +264,7 @@ def llama_regions(depth: int) -> tuple[int, int]:
     ("regions_of", "distinct"),
     [
         pytest.param(mlp_regions, 7, id="mlp"),
-        pytest.param(gpt_regions, 10, id="gpt", marks=pytest.mark.long),
+        pytest.param(gpt_regions, 11, id="gpt", marks=pytest.mark.long),
         pytest.param(llama_regions, 13, id="llama", marks=pytest.mark.long),
     ],
 )

@@ -1,8 +1,8 @@
 """The prefetch pass starts gathers early enough to be hidden, and waits for reductions late.
 
 Gathers start next to a wait, so that no compute region is cut for them (``schedule.py``), in the plan's order: a rank
-that recompiles alone must not reorder collectives. A wait that only cheap operators separate from the communication
-before it moves up to it, or they would be a compute region of their own.
+that recompiles alone must not reorder collectives. A wait stands where compute regions are best cut: above cheap
+operators that would be a region of their own, and above a norm whose weight it brings.
 
 On a mesh that also replicates, a gradient is reduced over the group that shards, and the result over the replicas. The
 second stage starts where the first is waited for, which is late, and is waited for later still, so that both run beside
@@ -12,6 +12,7 @@ compute. At most as many of each stage are under way.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,12 +76,13 @@ class Prefetch(GraphPass):
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
         distance = self._distance(graph.phase)
         lift(graph)
+        readers = {node for gather in graph.gathers for node in gather.reads}
         self._place(graph, gathers, distance, context)
         recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
         given = context.settings.reductions_in_flight or self.reductions_in_flight
         in_flight = given or reductions_under_way(reductions, recomputes, room_of(context))
         defer_reductions(graph, reductions, in_flight, 0 if given else len(graph.delayed))
-        _hoist_waits(graph, within_budget=self.budget is not None)
+        _hoist_waits(graph, readers, within_budget=self.budget is not None)
         context.plan.keep(graph)
         place_copies(graph)
         place_payloads(graph)
@@ -198,23 +200,43 @@ def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.N
             last.append(start)
 
 
-def _hoist_waits(graph: Graph, within_budget: bool) -> None:
-    """Move waits, and the gathers that start with them, up over cheap operators; with a budget, not over readers of
-    gathered buffers, which must be free before the gathers start."""
-    held = graph.gathers if within_budget else []
-    readers = {node for gather in held for node in gather.reads}
+def _hoist_waits(graph: Graph, readers: set[fx.Node], within_budget: bool) -> None:
+    """Move waits, and the gathers that start with them, up to where compute regions are best cut.
+
+    Where only cheap operators separate a wait from the communication before it, it moves up to that. Where what uses
+    the bucket first fuses with what precedes it (the weight of a norm, with the norm and the residual addition in front
+    of it), the wait moves up to the last kernel that does not. Never over ``readers`` of other buckets, which would be
+    in memory for longer, but for the first case without a budget.
+    """
     for wait in graph.with_role(Role.GATHER_WAIT):
-        start = operand(wait)
-        before = wait.prev
-        while is_cheap(before) and before not in readers:
-            before = before.prev
-        reached = before.target in dialect.EXECUTED or before.op == "placeholder"
-        if reached and before is not wait.prev and before is not start:
-            node, anchor = wait, before
+        anchor = _before(wait, is_cheap, readers if within_budget else set())
+        reached = anchor.target in dialect.EXECUTED or anchor.op == "placeholder"
+        if not reached:
+            anchor = _before(wait, _fuses, readers) if _fuses_with_first_use(wait) else wait.prev
+        if anchor is not wait.prev and anchor is not operand(wait):
+            node = wait
             while node is wait or has_role(node, Role.GATHER_START):
                 following = node.next
                 anchor.append(node)
                 anchor, node = node, following
+
+
+def _before(wait: fx.Node, passes: Callable[[fx.Node], bool], readers: set[fx.Node]) -> fx.Node:
+    node = wait.prev
+    while passes(node) and node not in readers:
+        node = node.prev
+    return node
+
+
+def _fuses(node: fx.Node) -> bool:
+    return node.target not in dialect.EXECUTED and (is_view(node) or kind_of(node) is Kind.FUSIBLE)
+
+
+def _fuses_with_first_use(wait: fx.Node) -> bool:
+    node = wait.next
+    while is_view(node) or has_role(node, Role.GATHER_START):
+        node = node.next
+    return kind_of(node) is Kind.FUSIBLE
 
 
 def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None) -> list[fx.Node]:
