@@ -48,7 +48,8 @@ def _nbytes(node: Any) -> int:
     parts, buffers = set(node.get_nodes()), node.scheduler.name_to_buf
     accesses: dict[str, dict[Any, int]] = {}
     for dep in node.read_writes.reads | node.read_writes.writes:
-        own = dep.name in buffers and all(user.node in parts for user in buffers[dep.name].users)
+        buffer = buffers.get(dep.name)
+        own = buffer and buffer.defining_op in parts and all(user.node in parts for user in buffer.users)
         if isinstance(dep, (MemoryDep, StarDep)) and not own:  # what no other node reads is never stored
             normal = dep.normalize() if isinstance(dep, MemoryDep) else dep
             key = (str(normal.index), str(normal.ranges)) if isinstance(normal, MemoryDep) else ()
