@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from graph_fsdp import checkpoint as checkpoint
     from graph_fsdp import passes as passes
     from graph_fsdp.api import compile as compile
+    from graph_fsdp.checkpoint.export import export as export
+    from graph_fsdp.checkpoint.export import receive as receive
     from graph_fsdp.errors import AlreadyCompiledError as AlreadyCompiledError
     from graph_fsdp.errors import AlreadyShardedError as AlreadyShardedError
     from graph_fsdp.errors import BudgetError as BudgetError
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 # Module → the public names that it defines.
 _NAMES = {
     "api": ("compile",),
+    "checkpoint.export": ("export", "receive"),
     "errors": (
         "AlreadyCompiledError",
         "AlreadyShardedError",

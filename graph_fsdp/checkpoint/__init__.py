@@ -6,6 +6,7 @@
 - ``graph_fsdp.compile(model, checkpoint=…)`` starts with a model's values from safetensors files;
   :func:`load_safetensors` loads them at any later time.
 - :func:`load_full_state_dict` takes a whole state dict that one rank has.
+- ``graph_fsdp.export(model)`` gives out whole tensors while the model trains (``export.py``).
 """
 
 from graph_fsdp.checkpoint.folder import complete, latest
