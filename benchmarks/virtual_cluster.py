@@ -51,6 +51,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT, GPTConfig
 from llama import SIZES, llama
+from simple_fsdp import shard_parameters
 from virtual.compiled import backend, compiled_regions
 from virtual.cost import Network
 from virtual.floor import backward_floor, forward_floor
@@ -158,10 +159,17 @@ def fsdp2_compiled(model: Any, mesh: DeviceMesh, hardware: Hardware) -> nn.Modul
     return sharded  # type: ignore[no-any-return]
 
 
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh, hardware: Hardware) -> nn.Module:
+    shard_parameters(model, mesh, POLICY, reshard=True)
+    compiled: Any = torch.compile(WithLoss(model), backend=backend, fullgraph=True)
+    return compiled  # type: ignore[no-any-return]
+
+
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module, DeviceMesh, Hardware], nn.Module]] = {
     "ours": ours,
     "fsdp2_compiled": fsdp2_compiled,
     "fsdp2": fsdp2,
+    "simple_fsdp": simple_fsdp,
 }
 
 

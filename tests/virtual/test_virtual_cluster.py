@@ -7,13 +7,24 @@ import dataclasses
 import io
 import itertools
 import json
+import warnings
 
 import pytest
+import torch
 import virtual_cluster
+from both_devices import LINK, RANKS
 from facts import Facts, Failures, check
+from models import MLP
+from simple_fsdp import shard_parameters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from virtual import library
+from virtual.compiled import backend
 from virtual.floor import johnson
+from virtual.group import virtual_group
+from virtual.machine import Machine
 from virtual.replay import seconds_under
+from virtual_cluster import GPT, GPTConfig
 
 from graph_fsdp.passes import HARDWARE
 from graph_fsdp.passes.analysis.simulate import Conditions
@@ -27,7 +38,7 @@ def a_step_is_played_again_under_conditions() -> None:
     """A GPT of Llama-3-8B's width on 8 H100s: what ``benchmarks/virtual_cluster.py`` says of it."""
     hardware, workload = HARDWARE["h100"], virtual_cluster.Workload("gpt", layers=2, length=2048)
     rows = {}
-    for name in virtual_cluster.IMPLEMENTATIONS:
+    for name in ("ours", "fsdp2_compiled", "fsdp2"):
         rows[name], machine = virtual_cluster.measure(name, workload, 8, hardware)
         operations = machine.operations
         assert rows[name].disturbed_s == pytest.approx(rows[name].step_s, rel=1e-3), name
@@ -59,6 +70,40 @@ def a_line_of_json_says_what_a_case_takes() -> None:
         assert line["bound_ms"] == max(line["compute_ms"], line["link_ms"]) > 0
         assert line["exposed_ms"] == pytest.approx(line["step_ms"] - line["compute_ms"], abs=1e-3)
         assert line["step_ms"] >= line["bound_ms"]
+
+
+@FACTS
+def simple_fsdp_waits_for_each_collective_where_it_starts_it() -> None:
+    """What it computes between two collectives is compiled; each parameter is gathered twice and reduced once."""
+    workload = virtual_cluster.Workload("gpt", layers=1, length=2048)
+    row, machine = virtual_cluster.measure("simple_fsdp", workload, 8, HARDWARE["h100"])
+    names = [operation.operator for operation in machine.operations or ()]
+    with torch.device("meta"):
+        count = len(list(GPT(GPTConfig(50304, 1, 4096, 32, 2048)).parameters()))
+    assert names.count("reduce_scatter") == count <= names.count("all_gather") <= 2 * count
+    assert "compiled forward" in names and not any(name.startswith("aten.mm") for name in names)
+    assert row.step_s == pytest.approx(row.compute_s + row.link_s, rel=1e-3)
+    ours, _ = virtual_cluster.measure("ours", workload, 8, HARDWARE["h100"])
+    assert ours.step_s < row.step_s and row.floor_s is None
+
+
+@FACTS
+def graphs_with_collectives_compute_what_they_compute_eagerly() -> None:
+    def train(compiled: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with Machine("h100"), virtual_group(RANKS, LINK), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = MLP(depth=2).to("virtual")
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            shard_parameters(model, init_device_mesh("virtual", (RANKS,)), policy, reshard=True)
+            run = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+            run(torch.ones(4, 16, device="virtual")).square().mean().backward()
+            return [p.grad.to_local().cpu() for p in model.parameters()]
+
+    found, expected = train(True), train(False)
+    torch.testing.assert_close(found, expected)
+    assert any(grad.any() for grad in expected)
 
 
 def test_johnsons_order_is_the_best_of_all() -> None:
