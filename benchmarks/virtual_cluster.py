@@ -11,8 +11,9 @@ What compilers would fuse costs both sides the same (``virtual/compiled.py``). N
 
 Implementations: ``ours`` is ``graph_fsdp.compile`` with ``default_pipeline(hardware=…)``. FSDP2 is set up as torchtitan
 does it: every block sharded, the embedding by itself, norm and head together and kept for backward; ``fsdp2_compiled``
-compiles each block and the loss, ``fsdp2`` nothing. All gather in bfloat16, reduce in float32, and train by fused
-AdamW.
+compiles each block and the loss, ``fsdp2`` nothing. ``simple_fsdp`` is ``simple_fsdp.py`` under ``torch.compile`` of
+the whole model, which waits for each parameter's collective where it starts it. All gather in bfloat16, reduce in
+float32, and train by fused AdamW.
 
 Prints a table of each case, and writes ``results/virtual_cluster.json`` or ``--out``. With ``--json`` it prints one
 line of JSON for each case and implementation instead, as soon as it is there, and writes no file but ``--out``.
@@ -21,7 +22,7 @@ line of JSON for each case and implementation instead, as soon as it is there, a
   launches in no time, so that figures are the same in every run; "counted" adds its processor time between launches.
 - compute: seconds of the kernels on the stream that computes; link: of the collectives; bound: max(compute, link).
 - floor: of ours, what no order of its kernels and collectives undercuts, by what they depend on
-  (``virtual/floor.py``), and the optimizer behind it.
+  (``virtual/floor.py``), over what the report's clock says of their order; and the optimizer behind it.
 - exposed: step less compute.
 - predicted: what graph_fsdp's report says of forward and backward, over their virtual seconds.
 - disturbed: the step once more (``virtual/replay.py``) where one rank computes ``--straggler`` times slower and, with
@@ -239,6 +240,7 @@ def measure(
             forward, backward = (report.latest(phase).scheduled() for phase in ("forward", "backward"))
             floor = forward_floor(forward.graph, forward.cost) + backward_floor(backward.graph, backward.cost)
             predicted = forward.timeline.seconds + backward.timeline.seconds
+            floor *= found.graphs_s / predicted  # in virtual seconds
             found = replace(found, predicted_s=predicted, floor_s=floor + found.step_s - found.graphs_s)
         del model, optimizer
         torch._dynamo.reset()

@@ -49,7 +49,7 @@ def a_step_is_played_again_under_conditions() -> None:
     assert ours.step_s < 0.95 * compiled.step_s < 0.95 * eager.step_s
     assert ours.predicted_s == pytest.approx(ours.graphs_s, rel=0.03)
     assert all(row.step_s >= 0.999 * row.bound_s for row in rows.values())
-    assert ours.bound_s < ours.floor_s < ours.step_s < 1.05 * ours.floor_s
+    assert ours.bound_s < ours.floor_s < ours.step_s < 1.1 * ours.floor_s
     longer = dataclasses.replace(workload, length=8192)
     computing, _ = virtual_cluster.measure("ours", longer, 8, hardware)
     assert computing.bound_s == computing.compute_s and computing.step_s < 1.05 * computing.bound_s
