@@ -11,8 +11,9 @@ What compilers would fuse costs both sides the same (``virtual/compiled.py``). N
 
 Implementations: ``ours`` is ``graph_fsdp.compile`` with ``default_pipeline(hardware=…)``. FSDP2 is set up as torchtitan
 does it: every block sharded, the embedding by itself, norm and head together and kept for backward; ``fsdp2_compiled``
-compiles each block and the loss, ``fsdp2`` nothing. All gather in bfloat16, reduce in float32, and train by fused
-AdamW.
+compiles each block and the loss, ``fsdp2`` nothing. ``simple_fsdp`` is ``simple_fsdp.py`` under ``torch.compile`` of
+the whole model, which waits for each parameter's collective where it starts it. All gather in bfloat16, reduce in
+float32, and train by fused AdamW.
 
 Prints a table of each case, and writes ``results/virtual_cluster.json`` or ``--out``. With ``--json`` it prints one
 line of JSON for each case and implementation instead, as soon as it is there, and writes no file but ``--out``.
@@ -20,8 +21,8 @@ line of JSON for each case and implementation instead, as soon as it is there, a
 - step: virtual seconds of forward, backward and optimizer, after two steps of warmup. With ``--host zero`` the host
   launches in no time, so that figures are the same in every run; "counted" adds its processor time between launches.
 - compute: seconds of the kernels on the stream that computes; link: of the collectives; bound: max(compute, link).
-- ends: the first gather, compute, and the last reduction, one after the other, or the link and the optimizer, whichever
-  takes longer. Nothing computes before the first gather has ended, and the optimizer comes after the last reduction.
+- floor: of ours, what no order of its kernels and collectives undercuts, by what they depend on
+  (``virtual/floor.py``), over what the report's clock says of their order; and the optimizer behind it.
 - exposed: step less compute.
 - predicted: what graph_fsdp's report says of forward and backward, over their virtual seconds.
 - disturbed: the step once more (``virtual/replay.py``) where one rank computes ``--straggler`` times slower and, with
@@ -37,7 +38,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT, GPTConfig
 from llama import SIZES, llama
+from simple_fsdp import shard_parameters
 from virtual.compiled import backend, compiled_regions
 from virtual.cost import Network
+from virtual.floor import backward_floor, forward_floor
 from virtual.group import virtual_group
 from virtual.machine import Host, Machine, Operation
 from virtual.replay import seconds_under
@@ -157,10 +160,17 @@ def fsdp2_compiled(model: Any, mesh: DeviceMesh, hardware: Hardware) -> nn.Modul
     return sharded  # type: ignore[no-any-return]
 
 
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh, hardware: Hardware) -> nn.Module:
+    shard_parameters(model, mesh, POLICY, reshard=True)
+    compiled: Any = torch.compile(WithLoss(model), backend=backend, fullgraph=True)
+    return compiled  # type: ignore[no-any-return]
+
+
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module, DeviceMesh, Hardware], nn.Module]] = {
     "ours": ours,
     "fsdp2_compiled": fsdp2_compiled,
     "fsdp2": fsdp2,
+    "simple_fsdp": simple_fsdp,
 }
 
 
@@ -172,10 +182,10 @@ class Row:
     graphs_s: float
     compute_s: float
     link_s: float
-    ends_s: float
     peak_bytes: int
     disturbed_s: float
     predicted_s: float | None = None
+    floor_s: float | None = None
 
     @property
     def bound_s(self) -> float:
@@ -192,8 +202,7 @@ def row(operations: Sequence[Operation], times: Sequence[float], peak: int, dist
     links = [op for op in operations if op.links]
     kernels = [op for op in operations if not op.links and op.stream == 0]
     compute, link = sum(op.seconds for op in kernels), sum(op.seconds for op in links)
-    ends = compute + (links[0].seconds + links[-1].seconds if links else 0.0)
-    return Row(end - begin, graphs - begin, compute, link, max(ends, link + end - graphs), peak, disturbed)
+    return Row(end - begin, graphs - begin, compute, link, peak, disturbed)
 
 
 def measure(
@@ -228,8 +237,11 @@ def measure(
         found = row(operations, (begin, graphs, machine.seconds), peak, disturbed)
         if name == "ours":
             report = graph_fsdp.inspect(model)
-            timelines = [report.latest(phase).scheduled().timeline for phase in ("forward", "backward")]
-            found = Row(**{**asdict(found), "predicted_s": sum(timeline.seconds for timeline in timelines)})
+            forward, backward = (report.latest(phase).scheduled() for phase in ("forward", "backward"))
+            floor = forward_floor(forward.graph, forward.cost) + backward_floor(backward.graph, backward.cost)
+            predicted = forward.timeline.seconds + backward.timeline.seconds
+            floor *= found.graphs_s / predicted  # in virtual seconds
+            found = replace(found, predicted_s=predicted, floor_s=floor + found.step_s - found.graphs_s)
         del model, optimizer
         torch._dynamo.reset()
         gc.collect()
@@ -253,6 +265,7 @@ def line(name: str, workload: Workload, ranks: int, host: Host, found: Row) -> d
         "implementation": name,
         **{key: round(seconds * 1e3, 4) for key, seconds in times.items()},
         "predicted_ms": None if found.predicted_s is None else round(found.predicted_s * 1e3, 4),
+        "floor_ms": None if found.floor_s is None else round(found.floor_s * 1e3, 4),
         "graphs_ms": round(found.graphs_s * 1e3, 4),
         "peak_bytes": found.peak_bytes,
         "host": host,
@@ -260,19 +273,19 @@ def line(name: str, workload: Workload, ranks: int, host: Host, found: Row) -> d
 
 
 def table(rows: dict[str, Row]) -> str:
-    columns = ("step", "compute", "link", "bound", "ends", "exposed", "disturbed")
+    columns = ("step", "compute", "link", "bound", "floor", "exposed", "disturbed")
     header = f"{'':<26}" + "".join(f"{column:>11}" for column in columns)
-    lines = [header + f"{'/bound':>8}{'/ends':>8}{'predicted':>11}{'peak':>11}"]
+    lines = [header + f"{'/bound':>8}{'/floor':>8}{'predicted':>11}{'peak':>11}"]
     for name, r in rows.items():
-        times = (r.step_s, r.compute_s, r.link_s, r.bound_s, r.ends_s, r.exposed_s, r.disturbed_s)
+        times = (r.step_s, r.compute_s, r.link_s, r.bound_s, r.floor_s, r.exposed_s, r.disturbed_s)
+        cells = "".join(f"{'-' if seconds is None else f'{seconds * 1e3:.2f}':>11}" for seconds in times)
+        of_floor = f"{r.step_s / r.floor_s:.3f}" if r.floor_s is not None else "-"
         predicted = f"{r.predicted_s / r.graphs_s:.3f}" if r.predicted_s is not None else "-"
-        lines.append(
-            f"{name:<26}" + "".join(f"{seconds * 1e3:>11.2f}" for seconds in times) + f"{r.step_s / r.bound_s:>8.3f}"
-            f"{r.step_s / r.ends_s:>8.3f}{predicted:>11}{r.peak_bytes / 2**30:>7.2f} GiB"
-        )
+        ratios = f"{r.step_s / r.bound_s:>8.3f}{of_floor:>8}{predicted:>11}"
+        lines.append(f"{name:<26}{cells}{ratios}{r.peak_bytes / 2**30:>7.2f} GiB")
     first, *others = rows
-    ratios = (f"{rows[first].step_s / rows[other].step_s:.3f} of {other}" for other in others)
-    return "\n".join([*lines, f"{first}: {', '.join(ratios)}"] if others else lines)
+    compared = (f"{rows[first].step_s / rows[other].step_s:.3f} of {other}" for other in others)
+    return "\n".join([*lines, f"{first}: {', '.join(compared)}"] if others else lines)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -76,9 +76,10 @@ def compile(
             plain tensors. Gradients are means over the mesh.
         auto_wrap_policy: says which parameters are gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
-            (ZeRO-2), None keeps only the unit used last, ``"auto"`` what a budget has room for, the buckets that save
-            most time per byte: ``passes=default_pipeline(budget=…)``. With an int n, as in FSDP2, each rank keeps 1/n
-            of every unit, and backward gathers it over n consecutive ranks (all ranks means True, 1 means False).
+            (ZeRO-2), None keeps only the unit used last, and without a budget the one before it where an accelerator
+            would wait for it in backward; ``"auto"`` what a budget has room for, the buckets that save most time per
+            byte: ``passes=default_pipeline(budget=…)``. With an int n, as in FSDP2, each rank keeps 1/n of every unit,
+            and backward gathers it over n consecutive ranks (all ranks means True, 1 means False).
         mp_policy: FSDP2's, for the model and each unit, or policies of modules' own: see
             :mod:`graph_fsdp.parameters.mixed_precision`. Shards, optimizer state and buffers keep their dtype.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's state on the CPU.

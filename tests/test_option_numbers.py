@@ -23,6 +23,9 @@ CHEAP_MESSAGES = Hardware(
     **{**vars(find_hardware("cpu")), "name": "free messages", "intra": Link(1e9, 0.0), "collective_launch": 0.0}
 )
 
+# What is gathered first in backward, and so a block more, is kept; everything is gathered far ahead.
+SLOW_LINK = Hardware(**{**vars(find_hardware("h100")), "name": "slow link", "intra": Link(1e7, 0.0)})
+
 OPTIONS = {
     "default": {},
     "ZeRO-3 for every unit": {"reshard_after_forward": True},
@@ -45,6 +48,7 @@ OPTIONS = {
         "passes": default_pipeline(bucket="auto", prefetch=None, forward_prefetch=2)
     },
     "messages of their own": {"passes": default_pipeline(hardware=CHEAP_MESSAGES)},
+    "a block more kept on a slow link": {"passes": default_pipeline(hardware=SLOW_LINK)},
     "one message": {"passes": default_pipeline(hardware=CHEAP_MESSAGES, messages="one")},
     "BACKWARD_PRE": {"passes": default_pipeline(prefetch=BackwardPrefetch.BACKWARD_PRE)},
     "two ahead within a budget": {"passes": default_pipeline(prefetch=2, budget=10_000)},
@@ -58,6 +62,7 @@ SHORT = [
     *("ZeRO-3 for every unit", "ZeRO-2, units by size", "a bucket per parameter, BACKWARD_POST"),
     *("automatic buckets, no backward prefetch, forward prefetch", "two ahead within a budget"),
     *("two buckets' weight gradients delayed", "kept within a budget"),
+    "a block more kept on a slow link",
 ]
 # Where sums of more than two numbers, and other rows of shards, could make a difference.
 ON_FOUR = ["three ahead", "one unit", "messages of their own"]

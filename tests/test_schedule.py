@@ -83,7 +83,10 @@ def test_more_than_one_unit_ahead_takes_room_and_has_to_save_a_hundredth() -> No
     buckets = gathers(4, 4, 4, 4)
     clock = segments([10.0, 10.0, 1.0, 1.0], [1.0, 1.0, 10.0, 10.0])
     assert clock.seconds(choose(buckets, clock, None, room=16)) == 23 < clock.seconds(choose(buckets, clock, None))
-    assert max(buckets.live(choose(buckets, clock, None, room=100))) == 12, "two units ahead at most"
+    assert max(buckets.live(choose(buckets, clock, None, room=100))) == 12, "three units ahead save nothing more"
+    far = segments([10.0, 10.0, 10.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 10.0, 10.0, 10.0])
+    times = [far.seconds(choose(gathers(*[4] * 6), far, None, room)) for room in (0, 12, 16, 24)]
+    assert times == sorted(times, reverse=True) and times[2] < times[1] < times[0]
     assert choose(buckets, clock, None, room=11) == choose(buckets, clock, None), "no room for a bucket more"
     for gained, is_taken in ((0.05, False), (0.5, True)):  # of 40 s
         clock = segments([10.0] * 4, [0.0, 0.0, 0.0, 10.0 + gained])

@@ -363,6 +363,27 @@ def test_weight_gradients_are_delayed_where_that_hides_a_reduction(name: str, ba
     assert (found.timeline.seconds < 0.99 * in_order.timeline.seconds) == bool(delayed)
 
 
+@pytest.mark.parametrize(
+    ("name", "bandwidth", "options", "kept"),
+    [
+        ("h100", 1e7, {}, "blocks.2, root"),
+        ("h100", 1e15, {}, "root"),
+        ("cpu", 1e7, {}, "root"),
+        ("h100", 1e7, {"budget": 100_000}, "root"),
+    ],
+)
+def test_a_block_more_is_kept_where_backward_would_wait_for_it(
+    name: str, bandwidth: float, options: dict[str, Any], kept: str
+) -> None:
+    given = {**vars(find_hardware(name)), "name": "given", "intra": Link(bandwidth, 0.0), "collective_launch": 0.0}
+    found = report_of(reshard=None, hardware=Hardware(**given), **options)
+    assert found.forward.stages["reshard"].summary.startswith(f"kept for backward: {kept};")
+    gathered = [bucket for role, bucket in found.backward.graph.collectives if role == Role.GATHER_START.value]
+    assert not set(kept.split(", ")) & set(gathered) and "blocks.1" in gathered
+    again = report_of(reshard=True, hardware=Hardware(**given), **options)
+    assert again.forward.stages["reshard"].summary.startswith("kept for backward: none")
+
+
 class GivenPlan(GraphPass):
     """Has the ranks decided on ``order`` for backward."""
 

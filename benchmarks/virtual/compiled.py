@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.passes.split_module import split_module
 
 from graph_fsdp import compat
 from graph_fsdp.passes import Graph
@@ -141,6 +142,47 @@ def _by_storage(storages: Storages, nodes: Iterable[fx.Node]) -> dict[int, list[
     return found
 
 
+class CompiledBetween(fx.Interpreter):
+    """A graph with collectives of torch's functional ones: what is computed between two of them is a compiled graph,
+    and they run on the group, in the graph's order. Takes and returns what ``CompiledGraph`` does."""
+
+    def __init__(self, module: fx.GraphModule, kind: str) -> None:
+        self._boxed_call = True
+        places: dict[fx.Node, int] = {}
+        place, before = 0, False
+        for node in module.graph.nodes:
+            alone = _is_collective(node)
+            place += alone or before
+            places[node], before = place, alone
+        super().__init__(split_module(module, module, places.__getitem__))
+        self.compiled: dict[str, tuple[CompiledGraph, bool]] = {}
+        for name, part in self.module.named_children():
+            assert isinstance(part, fx.GraphModule)
+            if not any(map(_is_collective, part.graph.nodes)):
+                (outputs,) = part.graph.output_node().args
+                if not (several := isinstance(outputs, (list, tuple))):
+                    part.graph.output_node().args = ((outputs,),)
+                    part.recompile()
+                self.compiled[name] = CompiledGraph(part, kind), several
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        given = list(inputs)
+        inputs.clear()
+        found: Sequence[Any] = self.run(*given)
+        return found
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target not in self.compiled:
+            return super().call_module(target, args, kwargs)
+        compiled, several = self.compiled[target]
+        found = compiled(list(args))
+        return tuple(found) if several else found[0]
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
 class VirtualInductor(InductorBackend):
     """Inductor, but for the code."""
 
@@ -167,8 +209,11 @@ def compiled_regions() -> Iterator[None]:
 def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs: a backend of ``torch.compile``."""
 
-    def compiler(kind: str) -> Callable[[fx.GraphModule, Sequence[Any]], CompiledGraph]:
-        return lambda graph, inputs: CompiledGraph(graph, kind)
+    def compiler(kind: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Sequence[Any]]]:
+        def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+            return (CompiledBetween if any(map(_is_collective, graph.graph.nodes)) else CompiledGraph)(graph, kind)
+
+        return compile_graph
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         prepared = compat.inductor_joint_passes(joint)

@@ -9,7 +9,7 @@ Peaks are the vendors', without sparsity; efficiencies say what kernels reach of
 | h100_500w | an H100 SXM5 with 96 GB of HBM2e at 2.4 TB/s, limited to 500 W: pytorch/torchtitan's page, below |
 | a100 | NVIDIA A100 80GB data sheet (SXM4) |
 | b200 | NVIDIA HGX B200 data sheet (1000 W) |
-| mi300x | AMD Instinct MI300X data sheet; 7 Infinity Fabric links of 64 GB/s per direction |
+| mi300x | AMD Instinct MI300X data sheet; 7 Infinity Fabric links of 64 GB/s per direction; measurements, below |
 | max1550 | Intel Data Center GPU Max 1550 product page; ALCF Aurora node documentation |
 | tpu_v5p, tpu_v6e | Google Cloud TPU documentation; ICI, DCN: "How to Scale Your Model" (Austin et al. 2025) |
 | cpu | measured: one AVX-512 core with torch's kernels, gloo over loopback |
@@ -22,6 +22,12 @@ Peaks are the vendors', without sparsity; efficiencies say what kernels reach of
   bandwidth); attention loses as much to the power limit as matrix multiplications.
 - Attention on Hopper is FlashAttention-2, which torch runs there: 333 TFLOP/s in forward, causal, and 318 in backward
   at a head dimension of 128 and 8,192 tokens (Shah et al. 2024, figures 5 and 6: H100 SXM5).
+- ``mi300x``: matrix multiplications reach 620 TFLOP/s in bfloat16 at the shapes of Llama-3-70B's training, a copy 4.33
+  TB/s, rccl-tests 319 GB/s of a node's 448 at 16 GiB (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1", December
+  2024; Anthony et al. 2025, arXiv 2511.17127; AMD, "Understanding RCCL Bandwidth and xGMI Performance", March 2025).
+  Attention is torch's in forward, 290 TFLOP/s, causal, at a head dimension of 128 and 8,192 tokens (attn-dsl-bench of
+  midiareshadi, ``sweep_v1.csv``: torch 2.10, ROCm 7.2), and flash-attention's in backward, 206 TFLOP/s without a mask
+  at 16,384 tokens (ROCm/flash-attention issue 142, May 2025: ROCm 6.3): no measurement of torch's was found.
 - ``interference`` on Hopper: 20 of 132 multiprocessors, DeepSeek-V3's share for communication (2024, section 3.2.2).
 - ``inter`` is one network adapter of the usual node per device: 400 Gbit/s (a100: 200 Gbit/s).
 - ``max1550`` is one of the card's two stacks: what torch.xpu calls a device, unless it is told otherwise.
@@ -133,7 +139,7 @@ h800        66.9  989.4    1 1978.9   3.35   80   0.7  0.85   3     8   200   2 
 h100_500w   66.9  989.4  66.9 1978.9   2.4    96   0.6  0.92   3     8   450   2 0.75     50   5 0.9   10
 a100        19.5  312.0  19.5      -   2.039  80   0.8  0.85   4     8   300 2.5 0.75     25   6 0.9   10
 b200        80.0 2250.0  40.0 4500.0   8     180   0.7  0.8    3     8   900   2 0.75     50   5 0.9   10
-mi300x     163.4 1307.4 163.4 2614.9   5.3   192   0.5  0.75   5     8   448   3 0.7      50   5 0.9   15
+mi300x     163.4 1307.4 163.4 2614.9   5.3   192  0.474 0.817  5     8   448   3 0.71     50   5 0.9   15
 max1550     26.2  419.4  26.2      -   1.64   64   0.6  0.65   8    12   212   5 0.5    16.7   6 0.8   25
 tpu_v5p    459.0  459.0     -      -   2.765  95   0.75 0.85   1  8960   180   1 0.9    6.25  20 0.8    2
 tpu_v6e    918.0  918.0     -      -   1.64   32   0.75 0.85   1   256   180   1 0.9    12.5  20 0.8    2
@@ -145,7 +151,9 @@ _ATTENTION = {
     "h200": (0.34, 0.32),
     "h800": (0.34, 0.32),
     "h100_500w": (0.34 * 0.6 / 0.7, 0.32 * 0.6 / 0.7),
+    "mi300x": (290 / 1307.4, 206 / 1307.4),
 }
+_HOPPER = ("h100", "h200", "h800", "h100_500w")
 
 
 def _read(row: str) -> Hardware:
@@ -168,7 +176,7 @@ def _read(row: str) -> Hardware:
         collective_launch=float(f"{collective}e-6"),
         attention_efficiency=attention,
         attention_backward_efficiency=attention_backward,
-        interference=20 / 132 if attention else 0.0,
+        interference=20 / 132 if name in _HOPPER else 0.0,
     )
 
 

@@ -39,7 +39,7 @@ class Prefetch(GraphPass):
     """Schedules gathers and reductions. ``distance`` says how gathers are started ahead of their use:
 
     - ``"auto"``: as late as still hides them by the cost model, within the budget; without a budget, within the memory
-      that one unit ahead takes, or two within a twentieth of the device's where that saves a hundredth of the time.
+      that one unit ahead takes, two units, or a twentieth of the device's, where more saves a hundredth of the time.
     - an int: when the bucket so many before has arrived. 0 gathers right before the use, with nothing to hide it.
     - FSDP1's names, for backward (forward is then one ahead): ``BackwardPrefetch.BACKWARD_PRE``, when the bucket before
       has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.

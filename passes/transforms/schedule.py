@@ -37,7 +37,7 @@ After = list[int]
 _SCALES = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _DISTANCES = (1, 2, 3)
 _EQUAL = 1.001  # schedules this close on a modelled clock are the same
-_WORTH = 1.01  # so many times faster is worth more memory
+WORTH = 1.01  # so many times faster is worth more memory
 # The part of the device's memory that is spent where that is faster: without a budget on gathered parameters, on the
 # gradients of a second reduction, and on what delayed products need.
 _ROOM = 0.05
@@ -204,15 +204,15 @@ class Segments:
 
 def choose(gathers: Gathers, segments: Segments, budget: int | None, room: int = 0) -> After:
     """Choose the fastest schedule within the budget; without one, within what one unit ahead holds, or what two hold
-    where that is within ``room`` bytes and saves a hundredth of the time."""
+    within ``room`` bytes, or all of these, where more memory saves a hundredth of the time."""
     if not len(gathers):
         return []
     limit = max(gathers.live(units_ahead(gathers))) if budget is None else budget
     seconds, chosen = _fastest(gathers, segments, limit)
-    more = min(room, max(gathers.live(units_ahead(gathers, 2))))
-    if budget is None and more > limit:
-        faster, with_more = _fastest(gathers, segments, more)
-        return with_more if faster * _WORTH < seconds else chosen
+    for more in (min(room, max(gathers.live(units_ahead(gathers, 2)))), room) if budget is None else ():
+        faster, with_more = _fastest(gathers, segments, more) if more > limit else (seconds, chosen)
+        if faster * WORTH < seconds:
+            seconds, chosen = faster, with_more
     return chosen
 
 

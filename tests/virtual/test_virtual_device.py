@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import json
 
 import pytest
 import torch
 import torch.distributed as dist
-import virtual_cluster
 from both_devices import fsdp2
 from facts import Facts, Failures, check
 from models import MLP
@@ -20,12 +16,10 @@ from virtual import library
 from virtual.compiled import backend
 from virtual.group import virtual_group
 from virtual.machine import Machine, RaceError
-from virtual.replay import seconds_under
 
 from graph_fsdp.compat import all_gather_single, grouped, reduce_scatter_single
 from graph_fsdp.passes import HARDWARE
 from graph_fsdp.passes.analysis.hardware import detect_hardware
-from graph_fsdp.passes.analysis.simulate import Conditions
 
 pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler")
 FACTS = Facts(__name__)
@@ -353,44 +347,6 @@ def conjugated_and_negated_values_are_copied() -> None:
         torch.view_as_real(c * y).pow(3).sum().backward()
         assert torch.equal(a.grad.cpu(), c.grad)
         assert torch.equal(b.conj().imag.clone().cpu(), y.conj().imag) and torch.equal(b.conj().cpu(), y.conj())
-
-
-@FACTS
-def a_step_is_played_again_under_conditions() -> None:
-    """A GPT of Llama-3-8B's width on 8 H100s: what ``benchmarks/virtual_cluster.py`` says of it."""
-    hardware, workload = HARDWARE["h100"], virtual_cluster.Workload("gpt", layers=2, length=2048)
-    rows = {}
-    for name in virtual_cluster.IMPLEMENTATIONS:
-        rows[name], machine = virtual_cluster.measure(name, workload, 8, hardware)
-        operations = machine.operations
-        assert rows[name].disturbed_s == pytest.approx(rows[name].step_s, rel=1e-3), name
-        slower, shared = (Conditions(straggler=1.5), Conditions(contention=True))
-        assert 1.02 < seconds_under(slower, operations, hardware) / rows[name].step_s < 1.5
-        assert 1.02 < seconds_under(shared, operations, hardware) / rows[name].step_s < 1.2
-    ours, compiled, eager = rows.values()
-    assert ours.step_s < 0.95 * compiled.step_s < 0.95 * eager.step_s
-    assert ours.predicted_s == pytest.approx(ours.graphs_s, rel=0.03)
-    assert all(row.step_s >= 0.999 * row.bound_s for row in rows.values())
-    longer = dataclasses.replace(workload, length=8192)
-    computing, _ = virtual_cluster.measure("ours", longer, 8, hardware)
-    assert computing.bound_s == computing.compute_s and computing.step_s < 1.05 * computing.ends_s
-    counted, _ = virtual_cluster.measure("ours", workload, 8, hardware, host="counted")
-    assert counted.step_s > ours.step_s
-    assert counted.compute_s == pytest.approx(ours.compute_s), (counted, ours)
-
-
-@FACTS
-def a_line_of_json_says_what_a_case_takes() -> None:
-    case = ["--sizes", "gpt", "--layers", "1", "--lengths", "256", "--ranks", "8"]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        virtual_cluster.main(["--json", *case, "--implementations", "ours", "fsdp2"])
-    lines = [json.loads(line) for line in printed.getvalue().splitlines()]  # nothing else is printed
-    assert [line["implementation"] for line in lines] == ["ours", "fsdp2"]
-    for line in lines:
-        assert (line["model"], line["ranks"], line["host"]) == ("gpt", 8, "zero")
-        assert line["bound_ms"] == max(line["compute_ms"], line["link_ms"]) > 0
-        assert line["exposed_ms"] == pytest.approx(line["step_ms"] - line["compute_ms"], abs=1e-3)
-        assert line["step_ms"] >= line["bound_ms"]
 
 
 @pytest.fixture(scope="module")
