@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.optim import _muon
 from torch.utils import _pytree, dlpack
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.flop_counter import flop_registry as flop_registry
@@ -31,6 +32,8 @@ foreach_copy: Callable[..., Any] = torch._foreach_copy_
 foreach_add: Callable[..., Any] = torch._foreach_add_
 foreach_mul: Callable[..., Any] = torch._foreach_mul_
 flattened: Callable[..., torch.Tensor] = torch._utils._flatten_dense_tensors  # all tensors, one behind the other
+newton_schulz: Callable[..., torch.Tensor] = _muon._zeropower_via_newtonschulz  # of a whole matrix
+adjusted_muon_lr: Callable[..., Any] = _muon._adjust_lr
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
 log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
 

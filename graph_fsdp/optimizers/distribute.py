@@ -15,6 +15,7 @@ Parameters whose shared values differ, because some had no gradient in a step, a
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.optimizers.owners import MATRIX_WISE, NOT_COMPILED, MatrixRule, Owners
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes.ir.spec import aligned
 
@@ -41,7 +43,13 @@ ELEMENT_WISE: tuple[type[optim.Optimizer], ...] = (
 SMALL = 2**16  # bytes of a shard up to which its gradient is packed with those of its neighbours
 
 
-def distribute_optimizer(optimizer: Kind, *, in_backward: bool = False, element_wise: bool | None = None) -> Kind:
+def distribute_optimizer(
+    optimizer: Kind,
+    *,
+    in_backward: bool = False,
+    element_wise: bool | None = None,
+    matrix_wise: MatrixRule | None = None,
+) -> Kind:
     """Let ``optimizer`` step over slices of the shard storage of compiled models. Return the same object.
 
     Its class becomes a subclass of its own, of the same name. Values, ``state_dict()``, hooks and settings are bit for
@@ -69,18 +77,25 @@ def distribute_optimizer(optimizer: Kind, *, in_backward: bool = False, element_
         raise UnsupportedError(f"optimizer: this {name} was given to distribute_optimizer already; use it as it is")
     if in_backward:
         raise UnsupportedError("in_backward=True is not available yet; leave it out, and call optimizer.step()")
-    if type(optimizer) not in ELEMENT_WISE and not element_wise:
+    if element_wise and matrix_wise is not None:
+        raise ValueError("element_wise=True and matrix_wise exclude each other; leave one of them out")
+    if matrix_wise is not None and not inspect.isgeneratorfunction(matrix_wise):
+        raise TypeError(
+            f"matrix_wise must be a generator function, which yields work on whole tensors: {matrix_wise!r}"
+        )
+    rule = matrix_wise if matrix_wise is not None or element_wise else MATRIX_WISE.get(type(optimizer))
+    if type(optimizer) not in ELEMENT_WISE and not element_wise and rule is None:
         raise UnsupportedError(
-            f"optimizer: {name} is not known to treat each element by itself, as slices of several parameters need; "
-            "use it as it is, or, if it does, say so with element_wise=True"
+            f"optimizer: {name} is not known to treat each element by itself, as slices of several parameters need, "
+            "nor how it steps whole matrices; use it as it is, or say so with element_wise=True or matrix_wise="
         )
     if "step" in vars(optimizer):
         raise UnsupportedError(
             f"optimizer: step() of this {name} was replaced on the object, as a learning-rate scheduler does; call "
             "distribute_optimizer before a scheduler is made of it"
         )
-    slices = Slices(optimizer)
-    vars(optimizer)["_graph_fsdp_slices"] = slices
+    stepper = Slices(optimizer) if rule is None else Owners(optimizer, rule)
+    vars(optimizer)["_graph_fsdp_stepper"] = stepper
     optimizer.__class__ = _distributed_class(type(optimizer))
     return optimizer
 
@@ -89,7 +104,7 @@ class DistributedStep(optim.Optimizer):
     """Comes before an optimizer's own class among the bases of its class."""
 
     _graph_fsdp_class: type[optim.Optimizer]  # its own
-    _graph_fsdp_slices: Slices
+    _graph_fsdp_stepper: Slices | Owners
 
     def state_dict(self) -> Any:
         """Return the state dict of the optimizer's own class, in which parameters share nothing."""
@@ -124,7 +139,7 @@ def _distributed_class(cls: type[optim.Optimizer]) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._graph_fsdp_slices.step(self, lambda: own(self, **kwargs))
+        self._graph_fsdp_stepper.step(self, lambda: own(self, **kwargs))
         return loss
 
     hooked: Any = optim.Optimizer.profile_hook_step(step)
@@ -242,10 +257,7 @@ class Slices:
         self._runs: dict[int, _Run] = {}  # the run that a parameter was last in
         self._find([p for group in optimizer.param_groups for p in group["params"]])
         if not self._slices:
-            raise ValueError(
-                "optimizer: none of its parameters is a shard of a model that graph_fsdp.compile was called on (with "
-                "backend='xla' it has others); make it of model.parameters() after compile"
-            )
+            raise ValueError(NOT_COMPILED)
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         """Call ``own_step`` with runs in the groups of ``optimizer``, and give their parameters their states."""
