@@ -39,7 +39,7 @@ class Ranks:
         return self.mesh.get_group(dim)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Part:
     """One tensor of the exchange. ``dim``: of the tensor, is sharded over ``size`` ranks, by the rules of ``Shard``."""
 
@@ -69,17 +69,22 @@ class Exchange:
     their order; each waits for what the one before has started."""
 
     def __init__(self, ranks: Ranks, works: Sequence[tuple[tuple[int, int], Work]]) -> None:
-        self._ranks, self._works = ranks, works
+        self._ranks = ranks
+        self._functions = [(owner, function, len(values)) for owner, (function, values) in works]
         self._replicas, self._replica = ranks.place(ranks.replicating)
         self._size, self._rank = ranks.place(ranks.sharding)
         self._parts = [self._part(owner, value) for owner, (_, values) in works for value in values]
         dtypes = {part.tensor.dtype for part in self._parts}
+        first = self._parts[0].tensor
+        self._dtype, self._device = first.dtype, first.device
         if len(dtypes) > 1:
             raise ValueError(f"a rule yields tensors of one dtype for all parameters of one, and yielded {dtypes}")
         self._line = [part for part in self._parts if part.owner[0] == self._replica]  # exchanged by these ranks
         self._mine = [part for part in self._line if part.owner[1] == self._rank]
         # Elements that go from here to each owner, and that come from each rank to here.
-        self._to = [sum(p.numel(self._rank) for p in self._line if p.owner[1] == rank) for rank in range(self._size)]
+        self._to = [0] * self._size
+        for part in self._line:
+            self._to[part.owner[1]] += part.numel(self._rank)
         self._from = [sum(p.numel(rank) for p in self._mine) for rank in range(self._size)]
         self._under_way: list[UnderWay] = []
 
@@ -95,12 +100,14 @@ class Exchange:
 
     @property
     def described(self) -> tuple[str, ...]:
-        """Return for each of the works what every rank says of it."""
-        return tuple(f"{[(list(t.shape), t.dtype) for t in values]} to {owner}" for owner, (_, values) in self._works)
+        """Return for each tensor what every rank says of it."""
+        return tuple(f"{list(part.tensor.shape)} {part.tensor.dtype} to {part.owner}" for part in self._parts)
 
     def start_to_owners(self) -> None:
         """Start to send this rank's shards to their owners."""
         sent = self._flat([compat.local_part(part.tensor) for part in self._line])
+        for part in self._parts:  # what is sent is a copy
+            part.tensor = compat.make_dtensor(compat.local_part(part.tensor).to("meta"), part.tensor)
         self._received = sent if self._size == 1 else sent.new_empty(sum(self._from))
         self._exchange(self._received, sent, self._from, self._to)
 
@@ -112,19 +119,17 @@ class Exchange:
             for rank, values in enumerate(self._received.split(self._from))
         ]
         del self._received
-        wholes = iter(
-            [
-                torch.cat([values.view(part.shape(rank)) for rank, values in enumerate(pieces)], part.dim)
-                for part, *pieces in zip(self._mine, *sources, strict=True)
-            ]
+        wholes = (
+            torch.cat([values.view(part.shape(rank)) for rank, values in enumerate(pieces)], part.dim)
+            for part, *pieces in zip(self._mine, *sources, strict=True)
         )
-        del sources
         found: list[Tensor] = []
-        for owner, (function, values) in self._works:
+        for owner, function, count in self._functions:
             if owner == (self._replica, self._rank):
-                results = function(*(next(wholes) for _ in values))
-                expected, got = ([(t.shape, t.dtype) for t in tensors] for tensors in (values, results))
-                if got != expected:
+                given = [next(wholes) for _ in range(count)]
+                expected = [(t.shape, t.dtype) for t in given]
+                results = function(*given)
+                if (got := [(t.shape, t.dtype) for t in results]) != expected:
                     raise ValueError(f"a rule's function returns tensors like those it is given, {expected}, not {got}")
                 found += results
         return found
@@ -161,11 +166,10 @@ class Exchange:
         self._wait()
         values = zip(self._parts, self._shards.split([p.numel(self._rank) for p in self._parts]), strict=True)
         made = (compat.make_dtensor(v.view(part.shape(self._rank)), part.tensor) for part, v in values)
-        return iter([[next(made) for _ in tensors] for _, (_, tensors) in self._works])
+        return iter([[next(made) for _ in range(count)] for _, _, count in self._functions])
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        like = compat.local_part(self._parts[0].tensor)
-        return compat.flattened(tensors) if tensors else like.new_empty(0)
+        return compat.flattened(tensors) if tensors else torch.empty(0, dtype=self._dtype, device=self._device)
 
     def _exchange(self, received: Tensor, sent: Tensor, numels_in: Sequence[int], numels_out: Sequence[int]) -> None:
         if self._size == 1:

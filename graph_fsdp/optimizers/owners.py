@@ -43,7 +43,7 @@ NOT_COMPILED = (
     "optimizer: none of its parameters is a shard of a model that graph_fsdp.compile was called on (with backend='xla' "
     "it has others); make it of model.parameters() after compile"
 )
-BUCKET_NBYTES = 2**24  # of parameters for each rank; a bucket has at least one matrix for each rank
+BUCKET_NBYTES = 2**22  # of parameters for each rank; a bucket has at least one matrix for each rank
 _END = object()
 
 
@@ -55,13 +55,15 @@ def muon(
         state["momentum_buffer"] = torch.zeros_like(gradient)
     average, own = compat.local_part(state["momentum_buffer"]), compat.local_part(gradient)
     average.lerp_(own, 1 - group["momentum"])
-    update = own.lerp(average, group["momentum"]) if group["nesterov"] else average
     settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
 
     def orthogonalised(matrix: Tensor) -> list[Tensor]:
         return [compat.newton_schulz(matrix, *settings)]
 
-    (found,) = yield orthogonalised, [compat.make_dtensor(update.bfloat16(), p)]
+    update = own.lerp(average, group["momentum"]) if group["nesterov"] else average
+    given = [compat.make_dtensor(update.bfloat16(), p)]
+    del update  # while others are exchanged
+    (found,) = yield orthogonalised, [given.pop()]
     lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
     shard = compat.local_part(p)
     shard.mul_(1 - lr * group["weight_decay"])
@@ -164,12 +166,14 @@ class Owners:
 
     def _travel(self, bucket: Sequence[_Matrix]) -> Iterator[None]:
         """Bring a bucket to its owners and back, and stop where something is under way."""
-        found = [(m, work) for m in bucket if (work := next(m.steps, None)) is not None]
-        if not found:
+        works = [(m, work) for m in bucket if (work := next(m.steps, None)) is not None]
+        if not works:
             return
-        exchange = Exchange(bucket[0].ranks, [(m.owner, work) for m, work in found])
+        exchange = Exchange(bucket[0].ranks, [(m.owner, work) for m, work in works])
+        members = [m for m, _ in works]
+        del works  # what is yielded is free once it is sent
         if (lockstep := bucket[0].lockstep) is not None:
-            what = tuple(f"{m.name} {values}" for (m, _), values in zip(found, exchange.described, strict=True))
+            what = (", ".join(m.name for m in members), *exchange.described)
             lockstep.begin(lockstep.know(RunnableProgram("an optimizer", "step", what, "exchange")))
         exchange.start_to_owners()
         yield
@@ -177,7 +181,7 @@ class Owners:
         yield
         exchange.start_to_replicas()
         yield
-        for (m, _), results in zip(found, exchange.shards(), strict=True):
+        for m, results in zip(members, exchange.shards(), strict=True):
             with contextlib.suppress(StopIteration):
                 m.steps.send(results)
                 raise UnsupportedError(f"the rule of parameter {m.name!r} yields a second time; yield all work at once")
