@@ -119,6 +119,25 @@ def is_placed_like(value: torch.Tensor, like: torch.Tensor) -> bool:
     return value._spec is like._spec or value._spec == like._spec
 
 
+def part_of_gradient(grad: torch.Tensor, p: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
+    """Return the rank's part of a gradient without history, of the dtype and placed as a parameter whose own part is
+    ``local``; else None."""
+    if isinstance(p, DTensor):
+        spec = p._spec
+        if (
+            p._local_tensor is not local
+            or not isinstance(grad, DTensor)
+            or not (grad._spec is spec or grad._spec == spec)
+        ):
+            return None
+        part: torch.Tensor = grad._local_tensor
+    elif p is not local or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+        return None
+    else:
+        part = grad
+    return None if part.dtype is not local.dtype or grad.requires_grad else part
+
+
 def only_accumulates(parameter: torch.Tensor) -> bool:
     """Say whether a gradient of a leaf is only added to its ``grad``: it has no hooks, and ``create_graph`` is off."""
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -53,13 +53,7 @@ class _Slice:
     def gradient(self) -> Tensor | None:
         """The local part of the gradient; None where there is none, or the parameter is to be stepped by itself."""
         grad = self.p.grad
-        if grad is None or compat.local_part(self.p) is not self.local:
-            return None
-        if isinstance(self.p, DTensor):
-            usual = compat.is_placed_like(grad, self.p)
-        else:
-            usual = type(grad) is Tensor and grad.layout is torch.strided
-        return compat.local_part(grad) if usual and grad.dtype is self.local.dtype else None
+        return None if grad is None else compat.part_of_gradient(grad, self.p, self.local)
 
     def touches(self, other: _Slice) -> bool:
         """Say whether this small shard comes right behind another small one."""
@@ -88,13 +82,20 @@ class _Run:
         self._seen: dict[str, Any] = {}  # the state when members were given theirs
         self._given: list[dict[str, Any]] = []  # theirs
         self._values: list[Any] = []  # in theirs
-        gaps = [m.end - m.begin - m.local.numel() for m in members] if others else []
-        self._gaps = [data.new_zeros(gap) if gap else None for gap in gaps]
+        # Of several: zeros for the padding behind members, and the places of their gradients in between.
+        self._parts: list[Tensor | None] = []
+        self._places: list[int] = []
+        for m in members if others else ():
+            self._places.append(len(self._parts))
+            gap = m.end - m.begin - m.local.numel()
+            self._parts += [None, data.new_zeros(gap)] if gap else [None]
 
     def set_gradient(self, gradients: Sequence[Tensor]) -> None:
-        if self._gaps:
-            pairs = zip(gradients, self._gaps, strict=True)
-            self.param.grad = compat.flattened([part for pair in pairs for part in pair if part is not None])
+        if self._parts:
+            parts = self._parts.copy()
+            for place, gradient in zip(self._places, gradients, strict=True):
+                parts[place] = gradient
+            self.param.grad = compat.flattened(parts)
         else:
             self.param.grad = gradients[0].view(self.param.shape)
 
@@ -182,17 +183,18 @@ class Slices:
         neighbours, others = self._neighbours_of(group["params"], bool(group.get("fused")))
         found: list[_Run] = []
         for members in neighbours:
-            gradients = [m.gradient for m in members]
-            others = [*others, *(m.p for m, gradient in zip(members, gradients, strict=True) if gradient is None)]
-            trained = [(m, g) for m, g in zip(members, gradients, strict=True) if g is not None]
+            given = [m.gradient for m in members]
+            trained = [m for m, gradient in zip(members, given, strict=True) if gradient is not None]
+            if len(trained) < len(members):
+                others = [*others, *(m.p for m, gradient in zip(members, given, strict=True) if gradient is None)]
+            gradients = [gradient for gradient in given if gradient is not None]
             while trained:
-                run = self._runs.get(id(trained[0][0].p))
-                known = run is not None and [m for m, _ in trained[: len(run.members)]] == run.members
-                if run is None or not known or not run.is_intact(state):
-                    run = self._make_run([m for m, _ in trained], state)
+                run = self._runs.get(id(trained[0].p))
+                if run is None or trained[: len(run.members)] != run.members or not run.is_intact(state):
+                    run = self._make_run(trained, state)
                 count = len(run.members)
-                run.set_gradient([gradient for _, gradient in trained[:count]])
-                del trained[:count]
+                run.set_gradient(gradients[:count])
+                del trained[:count], gradients[:count]
                 found.append(run)
         if any(isinstance(p, DTensor) and p.grad is not None for p in others):
             for run in found:
