@@ -123,12 +123,9 @@ def part_of_gradient(grad: torch.Tensor, p: torch.Tensor, local: torch.Tensor) -
     """Return the rank's part of a gradient without history, of the dtype and placed as a parameter whose own part is
     ``local``; else None."""
     if isinstance(p, DTensor):
-        spec = p._spec
-        if (
-            p._local_tensor is not local
-            or not isinstance(grad, DTensor)
-            or not (grad._spec is spec or grad._spec == spec)
-        ):
+        if p._local_tensor is not local or not isinstance(grad, DTensor):
+            return None
+        if grad._spec is not p._spec and grad._spec != p._spec:
             return None
         part: torch.Tensor = grad._local_tensor
     elif p is not local or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
