@@ -120,19 +120,17 @@ def is_placed_like(value: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def part_of_gradient(grad: torch.Tensor, p: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
-    """Return the rank's part of a gradient without history, of the dtype and placed as a parameter whose own part is
-    ``local``; else None."""
-    if isinstance(p, DTensor):
-        if p._local_tensor is not local or not isinstance(grad, DTensor):
-            return None
-        if grad._spec is not p._spec and grad._spec != p._spec:
-            return None
-        part: torch.Tensor = grad._local_tensor
-    elif p is not local or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+    """Return the rank's part of a gradient that is placed as a parameter, whose own part is ``local``, and has its
+    dtype; else None."""
+    if not isinstance(p, DTensor):
+        usual = p is local and type(grad) is torch.Tensor and grad.layout is torch.strided
+        return grad if usual and grad.dtype is local.dtype else None
+    if p._local_tensor is not local or not isinstance(grad, DTensor):
         return None
-    else:
-        part = grad
-    return None if part.dtype is not local.dtype or grad.requires_grad else part
+    part: torch.Tensor = grad._local_tensor
+    if grad._spec is p._spec:  # as backward has made it
+        return part
+    return part if grad._spec == p._spec and part.dtype is local.dtype else None
 
 
 def only_accumulates(parameter: torch.Tensor) -> bool:

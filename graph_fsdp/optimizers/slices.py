@@ -75,6 +75,8 @@ class _Run:
 
     def __init__(self, members: Sequence[_Slice]) -> None:
         self.members, (first, *others) = list(members), members
+        self.parameters = [m.p for m in members]
+        self.ids = frozenset(map(id, self.parameters))
         self.begin = first.begin
         data = first.buffer[first.begin : members[-1].end] if others else first.local.view(first.local.shape or 1)
         self.param = nn.Parameter(data.detach(), requires_grad=False)
@@ -82,26 +84,28 @@ class _Run:
         self._seen: dict[str, Any] = {}  # the state when members were given theirs
         self._given: list[dict[str, Any]] = []  # theirs
         self._values: list[Any] = []  # in theirs
-        # Of several: zeros for the padding behind members, and the places of their gradients in between.
-        self._parts: list[Tensor | None] = []
-        self._places: list[int] = []
-        for m in members if others else ():
-            self._places.append(len(self._parts))
-            gap = m.end - m.begin - m.local.numel()
-            self._parts += [None, data.new_zeros(gap)] if gap else [None]
+        # Of several, the gradients lie in one tensor during a step, which has no memory else.
+        self._packed = torch.empty_like(self.param.data) if others else None
+        self._parts = [m.part_of(self._packed, self.begin).view(m.local.shape) for m in members] if others else []
+        self.clear_gradient()
 
     def set_gradient(self, gradients: Sequence[Tensor]) -> None:
-        if self._parts:
-            parts = self._parts.copy()
-            for place, gradient in zip(self._places, gradients, strict=True):
-                parts[place] = gradient
-            self.param.grad = compat.flattened(parts)
+        if self._packed is not None:
+            self._packed.untyped_storage().resize_(self._packed.nbytes)
+            self._packed.zero_()  # padding, too
+            compat.foreach_copy(self._parts, gradients)
+            self.param.grad = self._packed
         else:
             self.param.grad = gradients[0].view(self.param.shape)
 
+    def clear_gradient(self) -> None:
+        self.param.grad = None
+        if self._packed is not None:
+            self._packed.untyped_storage().resize_(0)
+
     def is_intact(self, state: Any) -> bool:
         """Say whether members have the states in ``optimizer.state`` that they were given."""
-        found = [state.get(m.p) for m in self.members]
+        found = list(map(state.get, self.parameters))
         if not self._given:
             return not any(found)
         values = chain.from_iterable(values.values() for values in self._given)
@@ -131,7 +135,7 @@ class _Run:
             for m in self.members
         ]
         self._values = [value for values in self._given for value in values.values()]
-        state.update(zip([m.p for m in self.members], self._given, strict=True))
+        state.update(zip(self.parameters, self._given, strict=True))
 
 
 def _is_like(value: Any, p: Tensor) -> bool:
@@ -156,23 +160,22 @@ class Slices:
         groups, state = optimizer.param_groups, optimizer.state
         params = [group["params"] for group in groups]
         runs = [self._runs_of(group, state) for group in groups]
-        inside = {id(m.p) for in_group in runs for run in in_group for m in run.members}
+        inside = set[int]().union(*(run.ids for in_group in runs for run in in_group))
         others: defaultdict[Any, Any] = defaultdict(dict)
-        for p, values in state.items():
-            if id(p) not in inside:  # what is stepped by itself counts by itself
-                others[p] = values if p.grad is None or id(p) not in self._runs else unshared(values)
+        for p in [p for p in state if id(p) not in inside]:  # what is stepped by itself counts by itself
+            others[p] = state[p] if p.grad is None or id(p) not in self._runs else unshared(state[p])
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
         try:
             optimizer.state = others
             for group, members, in_group in zip(groups, params, runs, strict=True):
-                group["params"] = [*(run.param for run in in_group), *(p for p in members if id(p) not in inside)]
+                group["params"] = [run.param for run in in_group] + [p for p in members if id(p) not in inside]
             own_step()
         finally:
             optimizer.state = state
             for group, members, in_group in zip(groups, params, runs, strict=True):
                 group["params"] = members
                 for run in in_group:
-                    run.param.grad = None
+                    run.clear_gradient()
                     run.state = others.pop(run.param, run.state)
                     run.give(state)
             state.update(others)
@@ -184,10 +187,10 @@ class Slices:
         found: list[_Run] = []
         for members in neighbours:
             given = [m.gradient for m in members]
-            trained = [m for m, gradient in zip(members, given, strict=True) if gradient is not None]
-            if len(trained) < len(members):
+            gradients, trained = [gradient for gradient in given if gradient is not None], members.copy()
+            if len(gradients) < len(given):
+                trained = [m for m, gradient in zip(members, given, strict=True) if gradient is not None]
                 others = [*others, *(m.p for m, gradient in zip(members, given, strict=True) if gradient is None)]
-            gradients = [gradient for gradient in given if gradient is not None]
             while trained:
                 run = self._runs.get(id(trained[0].p))
                 if run is None or trained[: len(run.members)] != run.members or not run.is_intact(state):
@@ -198,7 +201,7 @@ class Slices:
                 found.append(run)
         if any(isinstance(p, DTensor) and p.grad is not None for p in others):
             for run in found:
-                run.param.grad = None
+                run.clear_gradient()
             return []
         return found
 
