@@ -90,7 +90,7 @@ def values_states_and_schedules_are_those_of_steps_after_backward() -> None:
     assert_same(trained(True), trained(False))
 
 
-@FACTS
+@FACTS.long
 def whole_parameters_in_backward_and_groups_of_sgd() -> None:
     def groups(model: Any) -> Optimizer:
         body, rest = model.body.parameters(), [model.scale, *model.other.parameters()]
@@ -106,7 +106,7 @@ def replicas_reduce_nothing_to_shards() -> None:
         compiled(Net(), True, mesh=mesh)
 
 
-@FACTS
+@FACTS.long
 def two_optimizers_share_a_model() -> None:
     def model_of(in_backward: bool) -> Any:
         torch.manual_seed(0)

@@ -147,6 +147,17 @@ def buckets_of_one_matrix_for_each_rank() -> None:
         owners.BUCKET_NBYTES = before
 
 
+@FACTS
+def momentum_in_bfloat16_stays_what_it_was() -> None:
+    """torch's Muon on one process divides it by its norm where nothing is cast."""
+    model = graph_fsdp.compile(Net().bfloat16(), backend="eager")
+    optimizer = graph_fsdp.distribute_optimizer(optim.Muon(model.parameters(), nesterov=False, momentum=0.5))
+    set_gradients(model, 0)
+    optimizer.step()
+    for p in model.parameters():
+        torch.testing.assert_close(whole(optimizer.state[p]["momentum_buffer"]), 0.5 * whole(p.grad), rtol=0.01, atol=0)
+
+
 def operations(model: nn.Module, optimizer: Optimizer) -> int:
     set_gradients(model, 0)
     with FlopCounterMode(display=False) as counter:
@@ -181,7 +192,7 @@ def a_state_is_loaded_and_goes_on() -> None:
     assert_same(model, second, expected, other)
 
 
-@FACTS
+@FACTS.long
 def training_beside_adamw() -> None:
     """Gradients of a backward; vectors and the last layer by AdamW."""
 

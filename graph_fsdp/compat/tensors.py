@@ -119,18 +119,23 @@ def is_placed_like(value: torch.Tensor, like: torch.Tensor) -> bool:
     return value._spec is like._spec or value._spec == like._spec
 
 
-def part_of_gradient(grad: torch.Tensor, p: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
-    """Return the rank's part of a gradient that is placed as a parameter, whose own part is ``local``, and has its
-    dtype; else None."""
-    if not isinstance(p, DTensor):
-        usual = p is local and type(grad) is torch.Tensor and grad.layout is torch.strided
-        return grad if usual and grad.dtype is local.dtype else None
-    if p._local_tensor is not local or not isinstance(grad, DTensor):
-        return None
-    part: torch.Tensor = grad._local_tensor
-    if grad._spec is p._spec:  # as backward has made it
-        return part
-    return part if grad._spec == p._spec and part.dtype is local.dtype else None
+def parts_of_gradients(parameters: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor | None]:
+    """Return the rank's parts of the gradients of parameters, each given with its own part: None for a gradient that is
+    not there, or is not placed as the parameter and of its dtype, or for a parameter that has another part now."""
+    found: list[torch.Tensor | None] = []
+    for p, local in parameters:
+        grad: Any = p.grad
+        part = None
+        if isinstance(p, DTensor):
+            if isinstance(grad, DTensor) and p._local_tensor is local:
+                part = grad._local_tensor
+                # Where both have one description, backward has made it.
+                if grad._spec is not p._spec and (grad._spec != p._spec or part.dtype is not local.dtype):
+                    part = None
+        elif p is local and type(grad) is torch.Tensor and grad.layout is torch.strided and grad.dtype is local.dtype:
+            part = grad
+        found.append(part)
+    return found
 
 
 def only_accumulates(parameter: torch.Tensor) -> bool:

@@ -49,12 +49,6 @@ class _Slice:
     begin: int
     end: int
 
-    @property
-    def gradient(self) -> Tensor | None:
-        """The local part of the gradient; None where there is none, or the parameter is to be stepped by itself."""
-        grad = self.p.grad
-        return None if grad is None else compat.part_of_gradient(grad, self.p, self.local)
-
     def touches(self, other: _Slice) -> bool:
         """Say whether this small shard comes right behind another small one."""
         small = self.local.nbytes <= SMALL and other.local.nbytes <= SMALL
@@ -85,8 +79,10 @@ class _Run:
         self._given: list[dict[str, Any]] = []  # theirs
         self._values: list[Any] = []  # in theirs
         # Of several, the gradients lie in one tensor during a step, which has no memory else.
-        self._packed = torch.empty_like(self.param.data) if others else None
-        self._parts = [m.part_of(self._packed, self.begin).view(m.local.shape) for m in members] if others else []
+        self._packed = packed = torch.empty_like(self.param.data) if others else None
+        self._parts: list[Tensor] = []
+        if packed is not None:
+            self._parts = [m.part_of(packed, self.begin).view(m.local.shape) for m in members]
         self.clear_gradient()
 
     def set_gradient(self, gradients: Sequence[Tensor]) -> None:
@@ -186,7 +182,7 @@ class Slices:
         neighbours, others = self._neighbours_of(group["params"], bool(group.get("fused")))
         found: list[_Run] = []
         for members in neighbours:
-            given = [m.gradient for m in members]
+            given = compat.parts_of_gradients([(m.p, m.local) for m in members])
             gradients, trained = [gradient for gradient in given if gradient is not None], members.copy()
             if len(gradients) < len(given):
                 trained = [m for m, gradient in zip(members, given, strict=True) if gradient is not None]
