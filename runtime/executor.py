@@ -163,6 +163,10 @@ class ProgramText:
     def keep(self, node: fx.Node) -> str:
         return f"frame.keep({self._constant('keep', keep_plan(node, self.owned))}, {self._given(node)})"
 
+    def update(self, node: fx.Node) -> str:
+        param, last = dialect.argument(node, "param"), dialect.argument(node, "last")
+        return f"frame.update({param!r}, {self._given(node)}, {last})"
+
     def hook(self, node: fx.Node) -> str:
         return f"frame.hook({dialect.argument(node, 'unit')!r}, {self._given(node)})"
 
@@ -218,6 +222,7 @@ _CALLS: dict[Any, Callable[[ProgramText, fx.Node], str]] = {
     dialect.free: ProgramText.free,
     dialect.keep_shard: ProgramText.keep_shard,
     dialect.accumulate_grad: ProgramText.keep,
+    dialect.update_shard: ProgramText.update,
     dialect.reduce_hook: ProgramText.hook,
     dialect.reduce_payloads: ProgramText.reduce_payloads,
     dialect.offload_activation: ProgramText.offload,

@@ -74,6 +74,7 @@ class Frame:
         self.free, self.keep = slots.free, kept.add
         self.pending: dict[Pending, StartPlan] = {}  # in the order of their starts
         self.last_fetch: torch.Event | None = None  # see [Note: writes after a run]
+        self.updated: dict[str, Tensor] = {}  # parameter → its gradient, for the optimizer's next step
 
     def run(self, function: Callable[..., Any], args: list[Any]) -> Any:
         try:
@@ -111,6 +112,12 @@ class Frame:
     def hook(self, unit: str, buffer: Tensor) -> Tensor:
         seen_by(self.observers, Event("call", None, "hook", unit or "root"), self.kept.hooks[unit], buffer)
         return buffer
+
+    def update(self, param: str, grad: Tensor, last: bool) -> None:
+        self.updated[param] = grad
+        if last:
+            gradients, self.updated = self.updated, {}
+            seen_by(self.observers, Event("call", None, "update"), self.kept.update, gradients)
 
     def _seen(self, what: What, plan: StartPlan, call: Callable[..., T], *given: Any) -> T:
         if not self.observers:

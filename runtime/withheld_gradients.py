@@ -47,10 +47,12 @@ class KeepPlan:
 
 @dataclass
 class KeptGradients:
-    """Holds kept gradients by parameter and whether they are reduced shards, and hooks on reduced ones by unit."""
+    """Holds kept gradients by parameter and whether they are reduced shards, hooks on reduced ones by unit, and by
+    parameter what steps it in backward, given gradients of shards by name."""
 
     gradients: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
     hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
+    updates: dict[str, Callable[[dict[str, Tensor]], None]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.gradients)
@@ -67,6 +69,14 @@ class KeptGradients:
             self.gradients[key] = grad.detach()
         else:
             self.gradients[key] = grad.detach().to(plan.dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def update(self, gradients: dict[str, Tensor]) -> None:
+        """Step the parameters that have these gradients, those of one optimizer at once."""
+        together: dict[Callable[[dict[str, Tensor]], None], dict[str, Tensor]] = {}
+        for name, grad in gradients.items():
+            together.setdefault(self.updates[name], {})[name] = grad
+        for step, members in together.items():
+            step(members)
 
     def added_to(self, grads: Any, params: tuple[str, ...], begins: tuple[int, ...]) -> Any:
         """Add what is kept to ``grads``, which are about to be reduced: a list of whole gradients, or, with ``begins``,

@@ -379,8 +379,6 @@ def test_bad_input(make_model: Callable[..., nn.Module]) -> None:
             give(unknown)
     with pytest.raises(ValueError, match=r"optimizer: none of its parameters is a shard"):
         give(optim.SGD(Net().parameters()))
-    with pytest.raises(UnsupportedError, match=r"in_backward=True is not available yet"):
-        give(optim.SGD(model.parameters()), in_backward=True)
     scheduled = optim.SGD(model.parameters())
     optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
     with pytest.raises(UnsupportedError, match=r"step\(\) of this SGD was replaced on the object"):

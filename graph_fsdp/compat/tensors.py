@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.optim import _muon
 from torch.utils import _pytree, dlpack
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.flop_counter import flop_registry as flop_registry
@@ -31,6 +32,8 @@ foreach_copy: Callable[..., Any] = torch._foreach_copy_
 foreach_add: Callable[..., Any] = torch._foreach_add_
 foreach_mul: Callable[..., Any] = torch._foreach_mul_
 flattened: Callable[..., torch.Tensor] = torch._utils._flatten_dense_tensors  # all tensors, one behind the other
+newton_schulz: Callable[..., torch.Tensor] = _muon._zeropower_via_newtonschulz  # of a whole matrix
+adjusted_muon_lr: Callable[..., Any] = _muon._adjust_lr
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
 log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
 
@@ -114,6 +117,25 @@ def is_placed_like(value: torch.Tensor, like: torch.Tensor) -> bool:
     if not isinstance(value, DTensor) or not isinstance(like, DTensor) or value.requires_grad:
         return False
     return value._spec is like._spec or value._spec == like._spec
+
+
+def parts_of_gradients(parameters: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor | None]:
+    """Return the rank's parts of the gradients of parameters, each given with its own part: None for a gradient that is
+    not there, or is not placed as the parameter and of its dtype, or for a parameter that has another part now."""
+    found: list[torch.Tensor | None] = []
+    for p, local in parameters:
+        grad: Any = p.grad
+        part = None
+        if isinstance(p, DTensor):
+            if isinstance(grad, DTensor) and p._local_tensor is local:
+                part = grad._local_tensor
+                # Where both have one description, backward has made it.
+                if grad._spec is not p._spec and (grad._spec != p._spec or part.dtype is not local.dtype):
+                    part = None
+        elif p is local and type(grad) is torch.Tensor and grad.layout is torch.strided and grad.dtype is local.dtype:
+            part = grad
+        found.append(part)
+    return found
 
 
 def only_accumulates(parameter: torch.Tensor) -> bool:

@@ -38,6 +38,7 @@ from graph_fsdp.engine.python_reads import PythonReads
 from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards
+from graph_fsdp.engine.updates import Updates
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
 from graph_fsdp.module.structure import NO_STRUCTURE, Structure
@@ -46,6 +47,7 @@ from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
 from graph_fsdp.passes import CostModel, Graph, PassContext, Plan, memory_profile
+from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.settings import Settings
@@ -119,6 +121,7 @@ class Engine:
         self.finalization = Finalization(weakref.proxy(self))
         self.division = Division(weakref.proxy(self))
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
+        self.updates = storage.updates = Updates(weakref.proxy(self))
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
         self.registered: dict[str, SlotMemory] = {}  # by ``Settings.registered_memory``
@@ -315,7 +318,8 @@ class Engine:
         memory = self.registered[kind] if (kind := context.settings.registered_memory) else None
         program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs, memory)
         if graph.phase == "backward" and "forward" in context.graphs:
-            program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
+            stepped = [name for node in graph.with_role(Role.UPDATE) for name in node.meta["fsdp"].params]
+            program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings, stepped)
         return program
 
     def _program_graphs(self, graph: Graph, context: PassContext, index: int) -> ProgramGraphs | None:

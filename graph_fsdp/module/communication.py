@@ -11,7 +11,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +96,11 @@ class CommunicationMethods:
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if engine.settings.stepped:
+            raise UnsupportedError(
+                "clip_grad_norm_() needs all gradients at once, and an optimizer has stepped in backward "
+                "(in_backward=True), which frees them; distribute the optimizer without in_backward"
+            )
         if engine.backend.name == "xla":
             raise UnsupportedError("clip_grad_norm_() is for ranks; with backend='xla' call torch's clip_grad_norm_")
         assert isinstance(self, nn.Module)
@@ -312,9 +317,12 @@ def _keep_slots(module: object, method: str, kind: str, allocator: Callable[...,
     change(engine, registered_memory=kind)
 
 
-def check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
-    """Raise if settings are not those of the graph: FSDP2 would go by what is set when backward runs."""
+def check_unchanged(engine: weakref.ref[Engine], settings: Settings, stepped: Sequence[str] = ()) -> None:
+    """Raise if settings are not those of the graph: FSDP2 would go by what is set when backward runs. Raise if a
+    parameter that is ``stepped`` in this backward was in one before."""
     now = engine()
+    if now is not None and stepped:
+        now.updates.check_new(stepped)
     for name, method in (("unsynced", "set_requires_gradient_sync"), ("unreplicated", "set_requires_all_reduce")):
         if now is not None and getattr(settings, name) != getattr(now.settings, name):
             raise RuntimeError(

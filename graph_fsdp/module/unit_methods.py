@@ -142,7 +142,14 @@ def units_of(module: object, recurse: bool) -> frozenset[str]:
 
 
 def change(engine: Engine, **fields: Any) -> None:
-    engine.settings = dataclasses.replace(engine.settings, **fields)
+    settings = dataclasses.replace(engine.settings, **fields)
+    if settings.stepped and (settings.unsynced or settings.unreplicated):
+        raise UnsupportedError(
+            "set_requires_gradient_sync, no_sync, set_requires_all_reduce and set_manual_backward_finalization have "
+            "gradients accumulated, and an optimizer steps in backward (in_backward=True), which frees each; "
+            "distribute the optimizer without in_backward"
+        )
+    engine.settings = settings
 
 
 def check_bool(**flags: object) -> None:

@@ -1,35 +1,20 @@
-"""``distribute_optimizer`` has an optimizer step over few large tensors instead of over each parameter's DTensor.
-
-[Note: what an element-wise optimizer sees]
-Shards of one dtype lie behind one another in one buffer (``parameters/shards.py``). During a step the optimizer's
-groups hold plain parameters over that buffer: one for each large shard, and one for each *run* of small neighbours,
-whose gradients are packed for the step. Padding between neighbours has zero gradients and stays zero. The optimizer's
-own ``step`` does the arithmetic, so that each element gets the bits that it would get alone. The CPU's fused kernels
-round the last elements of a tensor otherwise than the first: there each parameter is a run.
-
-A run's state is one tensor for each value that has the parameters' shape; ``optimizer.state`` has views of it, as
-DTensors like the parameters. A state that is not these views (after ``load_state_dict``) is copied into new ones by the
-next step. What belongs to a run as a whole ("step") its parameters share, and ``state_dict()`` gives each a copy.
-Parameters whose shared values differ, because some had no gradient in a step, are in different runs.
-"""
+"""``distribute_optimizer`` has an optimizer step over few large tensors instead of over each parameter's DTensor, by
+owners of whole matrices, or in backward."""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from operator import is_
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
+from torch import optim
 
-from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.parameters.shards import Storage
-from graph_fsdp.passes.ir.spec import aligned
+from graph_fsdp.optimizers.in_backward import InBackward
+from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
+from graph_fsdp.optimizers.slices import Slices, unshared
 
 Kind = TypeVar("Kind", bound=optim.Optimizer)
 
@@ -38,28 +23,45 @@ ELEMENT_WISE: tuple[type[optim.Optimizer], ...] = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
-SMALL = 2**16  # bytes of a shard up to which its gradient is packed with those of its neighbours
 
 
-def distribute_optimizer(optimizer: Kind, *, in_backward: bool = False, element_wise: bool | None = None) -> Kind:
-    """Let ``optimizer`` step over slices of the shard storage of compiled models. Return the same object.
+def distribute_optimizer(
+    optimizer: Kind,
+    *,
+    in_backward: bool = False,
+    element_wise: bool | None = None,
+    matrix_wise: MatrixRule | None = None,
+) -> Kind:
+    """Let ``optimizer`` step over slices of the shard storage of compiled models, or, where it needs whole matrices,
+    each matrix on one rank. Return the same object.
 
-    Its class becomes a subclass of its own, of the same name. Values, ``state_dict()``, hooks and settings are bit for
-    bit what they were; parameters that no compiled model has shards of are stepped as before. Nothing is communicated.
+    Its class becomes a subclass of its own, of the same name. Parameters that no compiled model has shards of are
+    stepped as before. Over slices, values, ``state_dict()``, hooks and settings are bit for bit what they were, and
+    nothing is communicated. By owners (Muon), states are DTensors as before, ``step()`` is a collective of all ranks of
+    the mesh, and values are those of one process to 1e-6 in float32.
 
     Args:
         optimizer: made of ``model.parameters()`` after ``graph_fsdp.compile``: one of torch's element-wise classes
-            (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop, ASGD), with any settings. It may
-            have a state already. Make learning-rate schedulers afterwards.
-        in_backward: not available yet.
+            (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop, ASGD) or Muon, with any
+            settings. It may have a state already. Make learning-rate schedulers afterwards.
+        in_backward: the optimizer steps the parameters of a bucket in backward, when their gradients are reduced, which
+            are freed then and never in ``.grad``; call it before the first forward, and ``step()`` after each backward
+            nevertheless. Scalars, and parameters whose gradient a loss may leave out, are stepped by ``step()``. Hooks
+            on parameters do not run, and hooks on the optimizer run in ``step()``. What needs all gradients at once is
+            refused: clipping by their norm (torch's own finds no gradients), ``GradScaler``, accumulation.
         element_wise: True declares that an optimizer of another class treats each element by itself, as Lion does: what
             ``step`` computes of an element depends on that element of the parameter, its gradient and its state, and on
             values of the group or of the whole state, such as a number of steps.
+        matrix_wise: declares how an optimizer of another class steps a parameter that is on several ranks: a generator
+            function of (parameter, gradient, its state, its group) that yields, once, a function of whole tensors and
+            the DTensors to call it with, placed as the parameter and of one dtype. One rank calls the function, which
+            returns tensors like those it is given, in a list, and each rank is sent its shards of these.
 
     Raises:
-        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
-        UnsupportedError: it is not element-wise, steps by a method that was set on the object, or is distributed
-            already.
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or ``matrix_wise`` no generator function.
+        UnsupportedError: nothing says how it steps, it steps by a method that was set on the object, is distributed
+            already, or needs a whole matrix that several dimensions of a mesh shard; or ``in_backward`` is not
+            available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
     if not isinstance(optimizer, optim.Optimizer):
@@ -67,21 +69,35 @@ def distribute_optimizer(optimizer: Kind, *, in_backward: bool = False, element_
     name = type(optimizer).__name__
     if isinstance(optimizer, DistributedStep):
         raise UnsupportedError(f"optimizer: this {name} was given to distribute_optimizer already; use it as it is")
-    if in_backward:
-        raise UnsupportedError("in_backward=True is not available yet; leave it out, and call optimizer.step()")
-    if type(optimizer) not in ELEMENT_WISE and not element_wise:
+    if element_wise and matrix_wise is not None:
+        raise ValueError("element_wise=True and matrix_wise exclude each other; leave one of them out")
+    if matrix_wise is not None and not inspect.isgeneratorfunction(matrix_wise):
+        raise TypeError(
+            f"matrix_wise must be a generator function, which yields work on whole tensors: {matrix_wise!r}"
+        )
+    rule = matrix_wise if matrix_wise is not None or element_wise else MATRIX_WISE.get(type(optimizer))
+    if type(optimizer) not in ELEMENT_WISE and not element_wise and rule is None:
         raise UnsupportedError(
-            f"optimizer: {name} is not known to treat each element by itself, as slices of several parameters need; "
-            "use it as it is, or, if it does, say so with element_wise=True"
+            f"optimizer: {name} is not known to treat each element by itself, as slices of several parameters need, "
+            "nor how it steps whole matrices; use it as it is, or say so with element_wise=True or matrix_wise="
         )
     if "step" in vars(optimizer):
         raise UnsupportedError(
             f"optimizer: step() of this {name} was replaced on the object, as a learning-rate scheduler does; call "
             "distribute_optimizer before a scheduler is made of it"
         )
-    slices = Slices(optimizer)
-    vars(optimizer)["_graph_fsdp_slices"] = slices
-    optimizer.__class__ = _distributed_class(type(optimizer))
+    if in_backward and rule is not None:
+        raise UnsupportedError(
+            f"in_backward=True: {name} needs whole matrices, and steps all of them at once; leave in_backward out"
+        )
+    own_step = _own_step(type(optimizer))
+    stepper: Slices | Owners | InBackward
+    if in_backward:
+        stepper = InBackward(optimizer, own_step)
+    else:
+        stepper = Slices(optimizer) if rule is None else Owners(optimizer, rule)
+    vars(optimizer)["_graph_fsdp_stepper"] = stepper
+    optimizer.__class__ = _distributed_class(type(optimizer), own_step, in_backward)
     return optimizer
 
 
@@ -89,23 +105,18 @@ class DistributedStep(optim.Optimizer):
     """Comes before an optimizer's own class among the bases of its class."""
 
     _graph_fsdp_class: type[optim.Optimizer]  # its own
-    _graph_fsdp_slices: Slices
+    _graph_fsdp_stepper: Slices | Owners | InBackward
 
     def state_dict(self) -> Any:
         """Return the state dict of the optimizer's own class, in which parameters share nothing."""
         found = super().state_dict()
-        found["state"] = {index: _unshared(state) for index, state in found["state"].items()}
+        found["state"] = {index: unshared(state) for index, state in found["state"].items()}
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle it as an optimizer of its own class, which is not distributed."""
-        state = defaultdict(dict, {p: _unshared(values) for p, values in self.state.items()})
+        state = defaultdict(dict, {p: unshared(values) for p, values in self.state.items()})
         return _restored, (self._graph_fsdp_class, {**self.__getstate__(), "state": state})
-
-
-def _unshared(state: Any) -> Any:
-    """Return a parameter's state with its own copies of values that parameters of a run share."""
-    return {k: v.clone() if isinstance(v, Tensor) and not v.dim() else v for k, v in state.items()}
 
 
 def _restored(cls: type[optim.Optimizer], state: Any) -> optim.Optimizer:
@@ -114,233 +125,35 @@ def _restored(cls: type[optim.Optimizer], state: Any) -> optim.Optimizer:
     return made
 
 
-def _distributed_class(cls: type[optim.Optimizer]) -> Any:
+class _InBackward:
+    """Comes before both where the optimizer steps in backward."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise UnsupportedError(
+            "GradScaler.step() was called with an optimizer that has stepped in backward (in_backward=True), with "
+            "scaled gradients; train without a GradScaler (bfloat16 needs none), or distribute without in_backward"
+        )
+
+
+def _own_step(cls: type[optim.Optimizer]) -> Callable[..., Any]:
     own: Callable[..., Any] = cls.step
-    if getattr(own, "hooked", False):  # torch's hooks and profiling range are to be around all of it, once
-        own = vars(own)["__wrapped__"]
+    # torch's hooks and profiling range are to be around all of it, once.
+    return vars(own)["__wrapped__"] if getattr(own, "hooked", False) else own
+
+
+def _distributed_class(cls: type[optim.Optimizer], own: Callable[..., Any], in_backward: bool) -> Any:
 
     def step(self: DistributedStep, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._graph_fsdp_slices.step(self, lambda: own(self, **kwargs))
+        self._graph_fsdp_stepper.step(self, lambda: own(self, **kwargs))
         return loss
 
     hooked: Any = optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (DistributedStep, cls), {**namespace, "_graph_fsdp_class": cls, "step": hooked})
-
-
-@dataclass(eq=False)
-class _Slice:
-    """One parameter, and where its shard lies in a buffer: elements ``begin`` to ``end``, padding included."""
-
-    p: nn.Parameter
-    local: Tensor
-    buffer: Tensor
-    begin: int
-    end: int
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """The local part of the gradient; None where there is none, or the parameter is to be stepped by itself."""
-        grad = self.p.grad
-        if grad is None or compat.local_part(self.p) is not self.local:
-            return None
-        if isinstance(self.p, DTensor):
-            usual = compat.is_placed_like(grad, self.p)
-        else:
-            usual = type(grad) is Tensor and grad.layout is torch.strided
-        return compat.local_part(grad) if usual and grad.dtype is self.local.dtype else None
-
-    def touches(self, other: _Slice) -> bool:
-        """Say whether this small shard comes right behind another small one."""
-        small = self.local.nbytes <= SMALL and other.local.nbytes <= SMALL
-        return small and self.buffer is other.buffer and self.begin == other.end
-
-    def part_of(self, value: Tensor, begin: int) -> Tensor:
-        """Return this parameter's elements, flat, of a run's tensor that begins at element ``begin`` of the buffer."""
-        return value.view(-1)[self.begin - begin :][: self.local.numel()]
-
-    def view_of(self, value: Tensor, begin: int) -> Tensor:
-        """Return the same elements as a tensor like the parameter."""
-        local = compat.with_storage_of_its_own(self.part_of(value, begin).view(self.local.shape))
-        return compat.make_dtensor(local, self.p) if isinstance(self.p, DTensor) else local
-
-
-class _Run:
-    """Neighbours that are stepped as one parameter, without padding where it is only one."""
-
-    def __init__(self, members: Sequence[_Slice]) -> None:
-        self.members, (first, *others) = list(members), members
-        self.begin = first.begin
-        data = first.buffer[first.begin : members[-1].end] if others else first.local.view(first.local.shape or 1)
-        self.param = nn.Parameter(data.detach(), requires_grad=False)
-        self.state: dict[str, Any] = {}
-        self._seen: dict[str, Any] = {}  # the state when members were given theirs
-        self._given: list[dict[str, Any]] = []  # theirs
-        self._values: list[Any] = []  # in theirs
-        gaps = [m.end - m.begin - m.local.numel() for m in members] if others else []
-        self._gaps = [data.new_zeros(gap) if gap else None for gap in gaps]
-
-    def set_gradient(self, gradients: Sequence[Tensor]) -> None:
-        if self._gaps:
-            pairs = zip(gradients, self._gaps, strict=True)
-            self.param.grad = compat.flattened([part for pair in pairs for part in pair if part is not None])
-        else:
-            self.param.grad = gradients[0].view(self.param.shape)
-
-    def is_intact(self, state: Any) -> bool:
-        """Say whether members have the states in ``optimizer.state`` that they were given."""
-        found = [state.get(m.p) for m in self.members]
-        if not self._given:
-            return not any(found)
-        values = chain.from_iterable(values.values() for values in self._given)
-        sizes = sum(map(len, self._given)) == len(self._values)
-        return all(map(is_, found, self._given)) and sizes and all(map(is_, values, self._values))
-
-    def take(self, states: Sequence[dict[str, Any]]) -> None:
-        """Make the run's state of its members' states, which agree in what is not of a parameter's shape."""
-        for key, value in states[0].items():
-            if _is_like(value, self.members[0].p):
-                dtype = compat.local_part(value).dtype
-                joined = torch.zeros_like(self.param, dtype=dtype)
-                for m, state in zip(self.members, states, strict=True):
-                    m.part_of(joined, self.begin).copy_(compat.local_part(state[key]).reshape(-1))
-                self.state[key] = joined
-            else:
-                self.state[key] = value.clone() if isinstance(value, Tensor) else value
-
-    def give(self, state: Any) -> None:
-        """Put into ``state`` what members have of the run's state, if it has other values than when they got theirs."""
-        same = len(self.state) == len(self._seen) and all(v is self._seen.get(k) for k, v in self.state.items())
-        if same:
-            return
-        self._seen = dict(self.state)
-        self._given = [
-            {k: m.view_of(v, self.begin) if _is_like(v, self.param) else v for k, v in self.state.items()}
-            for m in self.members
-        ]
-        self._values = [value for values in self._given for value in values.values()]
-        state.update(zip([m.p for m in self.members], self._given, strict=True))
-
-
-def _is_like(value: Any, p: Tensor) -> bool:
-    """Say whether a state has an element for each of the parameter's. A scalar's is a DTensor as the parameter."""
-    return isinstance(value, Tensor) and value.shape == p.shape and (value.dim() > 0 or isinstance(value, DTensor))
-
-
-class Slices:
-    """Knows where an optimizer's parameters lie in the shard storage, and which are stepped as one."""
-
-    def __init__(self, optimizer: optim.Optimizer) -> None:
-        self._slices: dict[int, _Slice] = {}  # by the id of the parameter, which is in it
-        # By a group's ``fused`` and the ids of its parameters.
-        self._neighbours: dict[tuple[int, ...], tuple[list[list[_Slice]], list[Tensor]]] = {}
-        self._runs: dict[int, _Run] = {}  # the run that a parameter was last in
-        self._find([p for group in optimizer.param_groups for p in group["params"]])
-        if not self._slices:
-            raise ValueError(
-                "optimizer: none of its parameters is a shard of a model that graph_fsdp.compile was called on (with "
-                "backend='xla' it has others); make it of model.parameters() after compile"
-            )
-
-    def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
-        """Call ``own_step`` with runs in the groups of ``optimizer``, and give their parameters their states."""
-        groups, state = optimizer.param_groups, optimizer.state
-        params = [group["params"] for group in groups]
-        runs = [self._runs_of(group, state) for group in groups]
-        inside = {id(m.p) for in_group in runs for run in in_group for m in run.members}
-        others: defaultdict[Any, Any] = defaultdict(dict)
-        for p, values in state.items():
-            if id(p) not in inside:  # what is stepped by itself counts by itself
-                others[p] = values if p.grad is None or id(p) not in self._runs else _unshared(values)
-        others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
-        try:
-            optimizer.state = others
-            for group, members, in_group in zip(groups, params, runs, strict=True):
-                group["params"] = [*(run.param for run in in_group), *(p for p in members if id(p) not in inside)]
-            own_step()
-        finally:
-            optimizer.state = state
-            for group, members, in_group in zip(groups, params, runs, strict=True):
-                group["params"] = members
-                for run in in_group:
-                    run.param.grad = None
-                    run.state = others.pop(run.param, run.state)
-                    run.give(state)
-            state.update(others)
-
-    def _runs_of(self, group: dict[str, Any], state: Any) -> list[_Run]:
-        """Return the runs of a group's parameters that have gradients, which the runs are given. There are none where a
-        DTensor is not in one: torch's kernels for many tensors do not take it beside plain ones."""
-        neighbours, others = self._neighbours_of(group["params"], bool(group.get("fused")))
-        found: list[_Run] = []
-        for members in neighbours:
-            gradients = [m.gradient for m in members]
-            others = [*others, *(m.p for m, gradient in zip(members, gradients, strict=True) if gradient is None)]
-            trained = [(m, g) for m, g in zip(members, gradients, strict=True) if g is not None]
-            while trained:
-                run = self._runs.get(id(trained[0][0].p))
-                known = run is not None and [m for m, _ in trained[: len(run.members)]] == run.members
-                if run is None or not known or not run.is_intact(state):
-                    run = self._make_run([m for m, _ in trained], state)
-                count = len(run.members)
-                run.set_gradient([gradient for _, gradient in trained[:count]])
-                del trained[:count]
-                found.append(run)
-        if any(isinstance(p, DTensor) and p.grad is not None for p in others):
-            for run in found:
-                run.param.grad = None
-            return []
-        return found
-
-    def _make_run(self, members: Sequence[_Slice], state: Any) -> _Run:
-        """Make a run of the first of ``members`` and what follows it without a gap and agrees with it."""
-        states = [state.get(m.p, {}) for m in members]
-        shared = _shared(states[0], members[0].p)
-        count = 1
-        for before, m, values in zip(members, members[1:], states[1:]):  # noqa: B905
-            if m.begin != before.end or _shared(values, m.p) != shared:
-                break
-            count += 1
-        run = _Run(members[:count])
-        run.take(states[:count])
-        self._runs.update((id(m.p), run) for m in run.members)
-        return run
-
-    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[_Slice]], list[Tensor]]:
-        """Return a group's shards in the order in which they lie, large ones alone and small ones with what they touch,
-        and its other parameters."""
-        key = (fused, *map(id, params))
-        if key not in self._neighbours:
-            self._find(params)
-            held = [self._slices[id(p)] for p in params if id(p) in self._slices]
-            found: list[list[_Slice]] = []
-            for m in sorted(held, key=lambda m: (m.buffer.data_ptr(), m.begin)):
-                if found and m.touches(found[-1][-1]) and not (fused and m.buffer.is_cpu):
-                    found[-1].append(m)
-                else:
-                    found.append([m])
-            self._neighbours = {**self._neighbours, key: (found, [p for p in params if id(p) not in self._slices])}
-        return self._neighbours[key]
-
-    def _find(self, params: Iterable[Tensor]) -> None:
-        wanted = {id(p) for p in params} - self._slices.keys()
-        for storage in [held for held in Storage.installed if held.has_memory] if wanted else ():
-            buffers = {buffer.untyped_storage().data_ptr(): buffer for buffer in storage.buffers}
-            for p in storage.parameters.values():
-                local = compat.local_part(p.shard)
-                as_expected = local.dim() > 0 or isinstance(p.shard, DTensor)
-                if id(p.shard) in wanted and as_expected and type(local.data) is Tensor:
-                    begin = int(p.input.storage_offset())
-                    end = begin + aligned(p.spec.shard_numel, p.spec.dtype)
-                    buffer = buffers[p.input.untyped_storage().data_ptr()]
-                    self._slices[id(p.shard)] = _Slice(p.shard, local, buffer, begin, end)
-
-
-def _shared(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """Return what parameters of one run must agree on: names, and values that are not of a parameter's shape."""
-    return {k: _is_like(v, p) or (v.tolist() if isinstance(v, Tensor) else v) for k, v in state.items()}
+    bases = (*([_InBackward] if in_backward else []), DistributedStep, cls)
+    return type(cls.__name__, bases, {**namespace, "_graph_fsdp_class": cls, "step": hooked})

@@ -66,6 +66,7 @@ class Shards(ABC):
         # Of memory to placeholders (python_reads.py).
         self.refusal: Callable[[Sequence[str]], str] = lambda names: "the model is not compiled yet"
         self.unguarded_in_forward = False
+        self.updates: Any = None  # the engine's ``Updates``
         self._whole: list[tuple[Tensor, Tensor]] = []  # (the model's tensor, its value)
 
     @abstractmethod

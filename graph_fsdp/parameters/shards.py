@@ -300,7 +300,7 @@ def _accumulate(
     for index, (p, grad, (node, _)) in enumerate(zip(parameters, grads, edges, strict=True)):
         if grad is None:
             continue
-        local, found = _local_gradient(p, grad), p.shard.grad
+        local, found = local_gradient(p, grad), p.shard.grad
         # Its node of autograd is asked for hooks where there are new ones on anything.
         direct = compat.only_accumulates(p.shard) and compat.is_run(node)
         if direct and (p.hooks == hooks or not compat.is_hooked(node)):
@@ -318,7 +318,7 @@ def _accumulate(
     return left
 
 
-def _local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
+def local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
     """Return the gradient of a padded local shard as that of the shard itself, in a storage of its own."""
     rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
     local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]

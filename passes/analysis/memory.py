@@ -222,9 +222,10 @@ def _values(graph: Graph, context: PassContext) -> Storages:
         storage.end = last if held_outside or storage.node.op == "get_attr" else storage.end
     for start in graph.with_role(Role.REDUCE_START):
         _reclassify(start.all_input_nodes, storages_of, "reducing")
-    for node in graph.with_role(Role.ACCUMULATE):
+    for node in graph.with_role(Role.ACCUMULATE, Role.UPDATE):
         for storage in storages_of[node]:  # no value comes of it
             storage.nbytes = 0
+    for node in graph.with_role(Role.ACCUMULATE):
         for storage in storages_of[operand(node)]:  # kept for a later graph
             storage.end = last
             storage.category = "gradients" if storage.category == "temporary" else storage.category

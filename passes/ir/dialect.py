@@ -72,6 +72,7 @@ class Role(enum.Enum):
     REPLICATE_WAIT = "replicate_wait"
     SHARD_GRAD = "shard_grad"  # the gradient of a local shard
     ACCUMULATE = "accumulate"  # keeps a gradient for a later graph, which reduces it
+    UPDATE = "update"  # gives the gradient of a local shard to the optimizer
     REDUCE_HOOK = "reduce_hook"
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
     KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
@@ -229,6 +230,12 @@ accumulate_grad = _define(
     Effect.LOCAL,
     "no gradient: ``grad`` is added to what is kept",
     lambda grad, shard_shape, dtype, device: grad.new_empty(shard_shape, dtype=dtype, device=device),
+)
+update_shard = _define(
+    "update_shard(Tensor grad, str param, bool last) -> Tensor",
+    Effect.LOCAL,
+    "no gradient: the optimizer gets ``grad``, and steps with ``last``, for all that it got",
+    lambda grad: grad.new_empty(grad.shape),
 )
 reduce_hook = _define(
     "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",

@@ -57,6 +57,7 @@ class Verifier:
         if self.graph.phase in ("forward", "backward", "inference"):
             self._buffers()
             self._slots()
+            self._updates()
             self._collectives()
             self._budget()
 
@@ -119,7 +120,8 @@ class Verifier:
         is_checked = self.graph.phase == "backward" and self.context.model.ranks > 1
         for index, name in self.gradients.items() if is_checked else ():
             value = outputs[index]
-            own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE)
+            roles = Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE, Role.UPDATE
+            own = isinstance(value, fx.Node) and has_role(value, *roles)
             if not own or value.meta["fsdp"].params != (name,):
                 self._fail(invariant, output, f"output {index} is {value} and not the gradient of {name}", (name,))
         offloaded = set(self.graph.offloaded.values())  # their copies are on another device
@@ -240,6 +242,17 @@ class Verifier:
             if start.meta["fsdp"].escapes and start.meta["fsdp"].slot is not None:
                 wrong = f"{start} lies in slot {start.meta['fsdp'].slot} and is not freed in this graph"
                 self._fail("a buffer that outlives the graph has memory of its own", start, wrong)
+
+    def _updates(self) -> None:
+        """Gathers read the shards of before: one that is under way when they are written gathers neither."""
+        written: set[str] = set()
+        for node in self.graph.with_role(Role.UPDATE, Role.GATHER_WAIT):
+            names = set(node.meta["fsdp"].params)
+            if has_role(node, Role.UPDATE):
+                written |= names
+            elif found := sorted(names & written):
+                invariant = "a parameter is stepped when it has been gathered for the last time"
+                self._fail(invariant, node, f"{found[0]} is gathered until {node}, and was stepped", tuple(found))
 
     def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
         params = root.meta["fsdp"].params

@@ -1,0 +1,58 @@
+"""``Updates`` has the optimizers that step a model's parameters in backward (``passes/transforms/update.py``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes.transforms.update import UpdateInBackward
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
+
+
+class Updates:
+    """Holds which parameters of one model were stepped by a backward since their optimizer's ``step()`` (``done``)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine  # a weak proxy
+        self.done: set[str] = set()
+
+    def check_available(self, names: Sequence[str]) -> None:
+        """Raise UnsupportedError where backwards of this model cannot step these parameters."""
+        engine = self._engine
+        reasons = {
+            "regions='whole' has the compiler run the model's collectives": engine.whole,
+            "cuda_graphs=True replays what a backward writes": engine.cuda_graphs is not None,
+            "gradients are not reduced now, or not over all ranks (set_requires_gradient_sync, no_sync, "
+            "set_requires_all_reduce, set_manual_backward_finalization)": engine.settings.unsynced
+            or engine.settings.unreplicated,
+            "another optimizer steps its parameters in backward": engine.kept.updates.keys() & set(names),
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise UnsupportedError(f"in_backward=True is not available on this model: {found[0]}; call step() instead")
+
+    def start(self, names: Sequence[str], step: Callable[[dict[str, Tensor]], None]) -> None:
+        """Have backwards of later forwards call ``step`` with gradients of these parameters, a bucket's at once."""
+        engine = self._engine
+        engine.kept.updates.update(dict.fromkeys(names, step))
+        engine.settings = dataclasses.replace(engine.settings, stepped=frozenset(engine.kept.updates))
+        passes = list(engine.pipeline)
+        if not any(isinstance(p, UpdateInBackward) for p in passes):
+            free = next(p.name for p in passes if "freed" in p.provides and "backward" in p.runs_in())
+            engine.pipeline = engine.pipeline.insert_before(free, UpdateInBackward())
+
+    def check_new(self, names: Sequence[str]) -> None:
+        """Raise, before a backward, if a parameter that it is to step has another gradient already."""
+        held = self._engine.storage.parameters
+        again = [name for name in names if name in self.done or held[name].shard.grad is not None]
+        if again:
+            raise UnsupportedError(
+                f"a second gradient of parameter {again[0]!r} before optimizer.step(): an optimizer that steps in "
+                "backward (in_backward=True) accumulates none; call step() after each backward, or distribute the "
+                "optimizer without in_backward to accumulate gradients"
+            )

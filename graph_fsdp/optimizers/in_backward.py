@@ -1,0 +1,78 @@
+"""An optimizer steps a bucket's parameters in backward, when their gradients are reduced, which are then freed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from graph_fsdp import compat
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.optimizers.slices import Slices
+from graph_fsdp.parameters.sharded import ShardedParameter
+from graph_fsdp.parameters.shards import Storage, local_gradient
+
+
+class InBackward:
+    """Steps the sharded parameters of ``optimizer`` in backward, by ``own_step``, its class's. ``step`` as that of
+    ``Slices``: it steps what has a gradient then, and says that all backwards before it are over."""
+
+    def __init__(self, optimizer: optim.Optimizer, own_step: Callable[[optim.Optimizer], Any]) -> None:
+        self._slices, self._own_step = Slices(optimizer), own_step
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._found: list[tuple[Storage, dict[str, ShardedParameter]]] = []
+        for storage in Storage.installed:
+            members = {n: p for n, p in storage.parameters.items() if id(p.shard) in wanted and is_stepped(p)}
+            if members:
+                self._found.append((storage, members))
+        if not self._found:
+            raise UnsupportedError(
+                "in_backward=True: no parameter of optimizer is sharded over several ranks, so that no reduction is to "
+                "be waited for; leave it out, and call optimizer.step()"
+            )
+        for storage, members in self._found:
+            storage.updates.check_available(list(members))
+        for storage, members in self._found:
+            storage.updates.start(list(members), partial(self._update, optimizer, members))
+
+    def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
+        self._slices.step(optimizer, own_step)
+        for storage, members in self._found:
+            storage.updates.done -= members.keys()
+
+    @torch.no_grad()
+    def _update(
+        self, optimizer: optim.Optimizer, members: dict[str, ShardedParameter], gradients: dict[str, Tensor]
+    ) -> None:
+        """Step the parameters that have these gradients, and no others."""
+        stepped = {id(p.shard): p.shard for p in map(members.__getitem__, gradients)}
+        for name, gradient in gradients.items():
+            p = members[name]
+            p.shard.grad = compat.make_dtensor(local_gradient(p, gradient), p.shard)
+        gradients.clear()
+        groups, state = optimizer.param_groups, optimizer.state
+        params = [group["params"] for group in groups]
+        own: defaultdict[Tensor, Any] = defaultdict(dict, {p: state[p] for p in stepped.values() if p in state})
+        try:
+            optimizer.state = own
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) in stepped]
+            self._slices.step(optimizer, partial(self._own_step, optimizer))
+        finally:
+            optimizer.state = state
+            state.update(own)
+            for group, before in zip(groups, params, strict=True):
+                group["params"] = before
+            for shard in stepped.values():
+                shard.grad = None
+        members_of = next(storage for storage, found in self._found if found is members)
+        members_of.updates.done.update(p.spec.name for p in members.values() if id(p.shard) in stepped)
+
+
+def is_stepped(p: ShardedParameter) -> bool:
+    """Say whether backward can step a parameter: computing reads memory that a gather has filled, and not the shard."""
+    return p.spec.world_size > 1 and not p.spec.replicated and not p.spec.empty

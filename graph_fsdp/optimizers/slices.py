@@ -1,0 +1,250 @@
+"""An element-wise optimizer steps over slices of the shard storage.
+
+[Note: what an element-wise optimizer sees]
+Shards of one dtype lie behind one another in one buffer (``parameters/shards.py``). During a step the optimizer's
+groups hold plain parameters over that buffer: one for each large shard, and one for each *run* of small neighbours,
+whose gradients are packed for the step. Padding between neighbours has zero gradients and stays zero. The optimizer's
+own ``step`` does the arithmetic, so that each element gets the bits that it would get alone. The CPU's fused kernels
+round the last elements of a tensor otherwise than the first: there each parameter is a run.
+
+A run's state is one tensor for each value that has the parameters' shape; ``optimizer.state`` has views of it, as
+DTensors like the parameters. A state that is not these views (after ``load_state_dict``) is copied into new ones by the
+next step. What belongs to a run as a whole ("step") its parameters share, and ``state_dict()`` gives each a copy.
+Parameters whose shared values differ, because some had no gradient in a step, are in different runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import compat
+from graph_fsdp.optimizers.owners import NOT_COMPILED
+from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.passes.ir.spec import aligned
+
+SMALL = 2**16  # bytes of a shard up to which its gradient is packed with those of its neighbours
+
+
+def unshared(state: Any) -> Any:
+    """Return a parameter's state with its own copies of values that parameters of a run share."""
+    return {k: v.clone() if isinstance(v, Tensor) and not v.dim() else v for k, v in state.items()}
+
+
+@dataclass(eq=False)
+class _Slice:
+    """One parameter, and where its shard lies in a buffer: elements ``begin`` to ``end``, padding included."""
+
+    p: nn.Parameter
+    local: Tensor
+    buffer: Tensor
+    begin: int
+    end: int
+
+    def touches(self, other: _Slice) -> bool:
+        """Say whether this small shard comes right behind another small one."""
+        small = self.local.nbytes <= SMALL and other.local.nbytes <= SMALL
+        return small and self.buffer is other.buffer and self.begin == other.end
+
+    def part_of(self, value: Tensor, begin: int) -> Tensor:
+        """Return this parameter's elements, flat, of a run's tensor that begins at element ``begin`` of the buffer."""
+        return value.view(-1)[self.begin - begin :][: self.local.numel()]
+
+    def view_of(self, value: Tensor, begin: int) -> Tensor:
+        """Return the same elements as a tensor like the parameter."""
+        local = compat.with_storage_of_its_own(self.part_of(value, begin).view(self.local.shape))
+        return compat.make_dtensor(local, self.p) if isinstance(self.p, DTensor) else local
+
+
+class _Run:
+    """Neighbours that are stepped as one parameter, without padding where it is only one."""
+
+    def __init__(self, members: Sequence[_Slice]) -> None:
+        self.members, (first, *others) = list(members), members
+        self.parameters = [m.p for m in members]
+        self.ids = frozenset(map(id, self.parameters))
+        self.begin = first.begin
+        data = first.buffer[first.begin : members[-1].end] if others else first.local.view(first.local.shape or 1)
+        self.param = nn.Parameter(data.detach(), requires_grad=False)
+        self.state: dict[str, Any] = {}
+        self._seen: dict[str, Any] = {}  # the state when members were given theirs
+        self._given: list[dict[str, Any]] = []  # theirs
+        self._values: list[Any] = []  # in theirs
+        # Of several, the gradients lie in one tensor during a step, which has no memory else.
+        self._packed = packed = torch.empty_like(self.param.data) if others else None
+        self._parts: list[Tensor] = []
+        if packed is not None:
+            self._parts = [m.part_of(packed, self.begin).view(m.local.shape) for m in members]
+        self.clear_gradient()
+
+    def set_gradient(self, gradients: Sequence[Tensor]) -> None:
+        if self._packed is not None:
+            self._packed.untyped_storage().resize_(self._packed.nbytes)
+            self._packed.zero_()  # padding, too
+            compat.foreach_copy(self._parts, gradients)
+            self.param.grad = self._packed
+        else:
+            self.param.grad = gradients[0].view(self.param.shape)
+
+    def clear_gradient(self) -> None:
+        self.param.grad = None
+        if self._packed is not None:
+            self._packed.untyped_storage().resize_(0)
+
+    def is_intact(self, state: Any) -> bool:
+        """Say whether members have the states in ``optimizer.state`` that they were given."""
+        found = list(map(state.get, self.parameters))
+        if not self._given:
+            return not any(found)
+        values = chain.from_iterable(values.values() for values in self._given)
+        sizes = sum(map(len, self._given)) == len(self._values)
+        return all(map(is_, found, self._given)) and sizes and all(map(is_, values, self._values))
+
+    def take(self, states: Sequence[dict[str, Any]]) -> None:
+        """Make the run's state of its members' states, which agree in what is not of a parameter's shape."""
+        for key, value in states[0].items():
+            if _is_like(value, self.members[0].p):
+                dtype = compat.local_part(value).dtype
+                joined = torch.zeros_like(self.param, dtype=dtype)
+                for m, state in zip(self.members, states, strict=True):
+                    m.part_of(joined, self.begin).copy_(compat.local_part(state[key]).reshape(-1))
+                self.state[key] = joined
+            else:
+                self.state[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def give(self, state: Any) -> None:
+        """Put into ``state`` what members have of the run's state, if it has other values than when they got theirs."""
+        same = len(self.state) == len(self._seen) and all(v is self._seen.get(k) for k, v in self.state.items())
+        if same:
+            return
+        self._seen = dict(self.state)
+        self._given = [
+            {k: m.view_of(v, self.begin) if _is_like(v, self.param) else v for k, v in self.state.items()}
+            for m in self.members
+        ]
+        self._values = [value for values in self._given for value in values.values()]
+        state.update(zip(self.parameters, self._given, strict=True))
+
+
+def _is_like(value: Any, p: Tensor) -> bool:
+    """Say whether a state has an element for each of the parameter's. A scalar's is a DTensor as the parameter."""
+    return isinstance(value, Tensor) and value.shape == p.shape and (value.dim() > 0 or isinstance(value, DTensor))
+
+
+class Slices:
+    """Knows where an optimizer's parameters lie in the shard storage, and which are stepped as one."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._slices: dict[int, _Slice] = {}  # by the id of the parameter, which is in it
+        # By a group's ``fused`` and the ids of its parameters.
+        self._neighbours: dict[tuple[int, ...], tuple[list[list[_Slice]], list[Tensor]]] = {}
+        self._runs: dict[int, _Run] = {}  # the run that a parameter was last in
+        self._find([p for group in optimizer.param_groups for p in group["params"]])
+        if not self._slices:
+            raise ValueError(NOT_COMPILED)
+
+    def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
+        """Call ``own_step`` with runs in the groups of ``optimizer``, and give their parameters their states."""
+        groups, state = optimizer.param_groups, optimizer.state
+        params = [group["params"] for group in groups]
+        runs = [self._runs_of(group, state) for group in groups]
+        inside = set[int]().union(*(run.ids for in_group in runs for run in in_group))
+        others: defaultdict[Any, Any] = defaultdict(dict)
+        for p in [p for p in state if id(p) not in inside]:  # what is stepped by itself counts by itself
+            others[p] = state[p] if p.grad is None or id(p) not in self._runs else unshared(state[p])
+        others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
+        try:
+            optimizer.state = others
+            for group, members, in_group in zip(groups, params, runs, strict=True):
+                group["params"] = [run.param for run in in_group] + [p for p in members if id(p) not in inside]
+            own_step()
+        finally:
+            optimizer.state = state
+            for group, members, in_group in zip(groups, params, runs, strict=True):
+                group["params"] = members
+                for run in in_group:
+                    run.clear_gradient()
+                    run.state = others.pop(run.param, run.state)
+                    run.give(state)
+            state.update(others)
+
+    def _runs_of(self, group: dict[str, Any], state: Any) -> list[_Run]:
+        """Return the runs of a group's parameters that have gradients, which the runs are given. There are none where a
+        DTensor is not in one: torch's kernels for many tensors do not take it beside plain ones."""
+        neighbours, others = self._neighbours_of(group["params"], bool(group.get("fused")))
+        found: list[_Run] = []
+        for members in neighbours:
+            given = compat.parts_of_gradients([(m.p, m.local) for m in members])
+            gradients, trained = [gradient for gradient in given if gradient is not None], members.copy()
+            if len(gradients) < len(given):
+                trained = [m for m, gradient in zip(members, given, strict=True) if gradient is not None]
+                others = [*others, *(m.p for m, gradient in zip(members, given, strict=True) if gradient is None)]
+            while trained:
+                run = self._runs.get(id(trained[0].p))
+                if run is None or trained[: len(run.members)] != run.members or not run.is_intact(state):
+                    run = self._make_run(trained, state)
+                count = len(run.members)
+                run.set_gradient(gradients[:count])
+                del trained[:count], gradients[:count]
+                found.append(run)
+        if any(isinstance(p, DTensor) and p.grad is not None for p in others):
+            for run in found:
+                run.clear_gradient()
+            return []
+        return found
+
+    def _make_run(self, members: Sequence[_Slice], state: Any) -> _Run:
+        """Make a run of the first of ``members`` and what follows it without a gap and agrees with it."""
+        states = [state.get(m.p, {}) for m in members]
+        shared = _shared(states[0], members[0].p)
+        count = 1
+        for before, m, values in zip(members, members[1:], states[1:]):  # noqa: B905
+            if m.begin != before.end or _shared(values, m.p) != shared:
+                break
+            count += 1
+        run = _Run(members[:count])
+        run.take(states[:count])
+        self._runs.update((id(m.p), run) for m in run.members)
+        return run
+
+    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[_Slice]], list[Tensor]]:
+        """Return a group's shards in the order in which they lie, large ones alone and small ones with what they touch,
+        and its other parameters."""
+        key = (fused, *map(id, params))
+        if key not in self._neighbours:
+            self._find(params)
+            held = [self._slices[id(p)] for p in params if id(p) in self._slices]
+            found: list[list[_Slice]] = []
+            for m in sorted(held, key=lambda m: (m.buffer.data_ptr(), m.begin)):
+                if found and m.touches(found[-1][-1]) and not (fused and m.buffer.is_cpu):
+                    found[-1].append(m)
+                else:
+                    found.append([m])
+            self._neighbours = {**self._neighbours, key: (found, [p for p in params if id(p) not in self._slices])}
+        return self._neighbours[key]
+
+    def _find(self, params: Iterable[Tensor]) -> None:
+        wanted = {id(p) for p in params} - self._slices.keys()
+        for storage in [held for held in Storage.installed if held.has_memory] if wanted else ():
+            buffers = {buffer.untyped_storage().data_ptr(): buffer for buffer in storage.buffers}
+            for p in storage.parameters.values():
+                local = compat.local_part(p.shard)
+                as_expected = local.dim() > 0 or isinstance(p.shard, DTensor)
+                if id(p.shard) in wanted and as_expected and type(local.data) is Tensor:
+                    begin = int(p.input.storage_offset())
+                    end = begin + aligned(p.spec.shard_numel, p.spec.dtype)
+                    buffer = buffers[p.input.untyped_storage().data_ptr()]
+                    self._slices[id(p.shard)] = _Slice(p.shard, local, buffer, begin, end)
+
+
+def _shared(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    """Return what parameters of one run must agree on: names, and values that are not of a parameter's shape."""
+    return {k: _is_like(v, p) or (v.tolist() if isinstance(v, Tensor) else v) for k, v in state.items()}
