@@ -108,6 +108,35 @@ def test_a_hook_between_forward_and_backward_changes_the_gradient(model: nn.Modu
     assert torch.equal(local(next(model.parameters()).grad), 2 * expected[0])
 
 
+@pytest.mark.parametrize("register", [of_node, before_node])
+def test_a_hook_on_a_node_that_the_forward_made_is_called(model: nn.Module, register: Callable[..., Any]) -> None:
+    p, called = next(model.parameters()), []
+    for _ in range(2):
+        loss = loss_of(model)
+        other = torch.ones(1, requires_grad=True)
+        other.register_hook(lambda grad: grad)  # of which this model knows nothing
+        kept = register(p, called)
+        loss.backward()
+        assert len(called) == 1
+        del kept, loss  # and with them the node
+        loss_of(model).backward()
+        assert len(called) == 1, "its node has gone"
+        called.clear()
+
+
+def test_a_node_that_the_forward_makes_is_not_asked_for_hooks(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss_of(model).backward()  # what compiles makes hooks too
+    model.zero_grad()
+    asked: list[Any] = []
+    monkeypatch.setattr(compat, "is_hooked", asked.append)
+    for times in (1, 2):
+        torch.ones(1, requires_grad=True).register_hook(lambda grad: grad)
+        loss_of(model).backward()
+        assert not asked and all(p.grad is not None for p in model.parameters()), times
+
+
 def test_autograd_grad_returns_gradients_and_keeps_none(model: nn.Module) -> None:
     loss_of(model).backward()
     expected, parameters = gradients(model), list(model.parameters())

@@ -129,14 +129,22 @@ def grouped(
 ) -> list[dist.Work | Any]:
     """Start a collective for each (target, source) pair, as one group where the process group can, else one after the
     other; return what to wait for, with None for nothing."""
-    if len(pairs) == 1 or not launches_groups(group, pairs[0][1].device):
+    one_by_one = len(pairs) == 1 or not launches_groups(group, pairs[0][1].device)
+    if collective not in _METHODS or (one_by_one and pairs[0][0].is_complex()):  # a user's, or torch views it as real
         return [collective(target, source, group=group, async_op=async_op, **options) for target, source in pairs]
-    coalesced, kind = _COALESCED[collective]
+    single, coalesced, kind = _METHODS[collective]
     arguments = _launch_options(kind, async_op, **options)
-    work = getattr(group, coalesced)([target for target, _ in pairs], [source for _, source in pairs], arguments)
-    if async_op or work is None:
-        return [work]
-    work.wait()  # a process group that launches on a stream of its own nevertheless
+    if one_by_one:  # torch's functions of these names take 10 us more
+        launch = getattr(group, single)
+        works = [launch(target, source, arguments) for target, source in pairs]
+    else:
+        launch = getattr(group, coalesced)
+        works = [launch([target for target, _ in pairs], [source for _, source in pairs], arguments)]
+    if async_op:
+        return works
+    for work in works:
+        if work is not None:
+            work.wait()  # a process group that launches on a stream of its own nevertheless
     return []
 
 
@@ -149,13 +157,16 @@ def _launch_options(kind: Callable[[], Any], async_op: bool, op: dist.ReduceOp.R
     return options
 
 
-# Several at once, under the names of a process group's methods: torch 2.13 has renamed them, and warns on the old ones.
+# The methods of a process group, for one and for several at once: torch 2.13 has renamed them, and warns on the old
+# names.
 _RENAMED = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
-_GATHER = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
-_REDUCE = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
-_COALESCED: dict[Any, tuple[str, Callable[[], Any]]] = {
-    all_gather_single: (_GATHER, AllgatherOptions),
-    reduce_scatter_single: (_REDUCE, ReduceScatterOptions),
+_GATHER = "all_gather_single" if _RENAMED else "_allgather_base"
+_GATHERS = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
+_REDUCE = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
+_REDUCES = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
+_METHODS: dict[Any, tuple[str, str, Callable[[], Any]]] = {
+    all_gather_single: (_GATHER, _GATHERS, AllgatherOptions),
+    reduce_scatter_single: (_REDUCE, _REDUCES, ReduceScatterOptions),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -82,9 +83,21 @@ def inductor_compile(
     mode = current_fake_mode()
     order = graph_order() if keep_order else contextlib.nullcontext()
     with tracing(TracingContext(mode)), order, _vectors_named(module), shared_by_devices(module):
-        return compile_fx_inner(
+        compiled: Any = compile_fx_inner(
             module, inputs, is_backward=is_backward, is_inference=is_inference, cudagraphs=BoxedBool(False)
         )
+    return _directly_called(compiled)
+
+
+def _directly_called(compiled: Any) -> Callable[[list[Any]], Any]:
+    """Return the function that Inductor has written, without what Inductor does around each call of it: a range for
+    profilers, of which programs have their own, and the end of a bundle of autotuned choices, where there is one."""
+    function = getattr(compiled, "current_callable", None)
+    if function is None or getattr(compiled, "_compile_context", None) is not None:
+        return compiled
+    called = functools.partial(function)
+    vars(called)["compiled"] = compiled  # which gives up parts of the function when it goes
+    return called
 
 
 def _vectors_named(module: torch.fx.GraphModule) -> contextlib.AbstractContextManager[None]:

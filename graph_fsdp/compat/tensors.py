@@ -43,9 +43,16 @@ clear_cublas_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCubl
 # Operators on tensor subclasses run as on plain tensors.
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
+_from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
+
 # Exchanges all of two tensors but their Python objects. ``torch.utils.swap_tensors`` would exchange classes and
 # attributes too, and refuses what has weak references (those of ``nn.LSTM`` to its parameters).
 swap: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+
+# Returns a tensor in another one's memory, by sizes, strides, and where in it (in elements) it begins: a view that
+# autograd knows nothing of, and that nobody checks.
+_guards: Any = torch._C._dynamo.guards
+reinterpreted: Callable[..., torch.Tensor] = _guards._reinterpret_tensor
 
 # Whether a tensor's ``data`` may be another one: not the CPU's for a meta tensor, nor that of a device in PrivateUse1.
 can_be_data: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatible_shallow_copy_type
@@ -108,8 +115,8 @@ def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
 def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """Return a DTensor of ``local``, placed and shaped as ``like``, without the checks of ``DTensor.from_local``, which
     cost more than the gradient of a small parameter, and without the constructor, which does nothing."""
-    assert isinstance(like, DTensor)
-    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
+    any_like: Any = like
+    return DTensor.__new__(DTensor, local, any_like._spec, requires_grad=False)
 
 
 def is_placed_like(value: torch.Tensor, like: torch.Tensor) -> bool:
@@ -138,10 +145,16 @@ def parts_of_gradients(parameters: Iterable[tuple[torch.Tensor, torch.Tensor]]) 
     return found
 
 
-def only_accumulates(parameter: torch.Tensor) -> bool:
-    """Say whether a gradient of a leaf is only added to its ``grad``: it has no hooks, and ``create_graph`` is off."""
-    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return not hooks and not torch.is_grad_enabled()
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Say whether something is to be done with a leaf's gradient before or after it is added to ``grad``."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def has_accumulator(leaf: torch.Tensor) -> bool:
+    """Say whether a leaf's ``AccumulateGrad`` may be there, which holds it: it is made for the first graph that needs
+    it, and goes with the last."""
+    any_leaf: Any = leaf  # torch's stubs lack it
+    return int(any_leaf._use_count()) > 1
 
 
 def is_run(node: Any) -> bool:
@@ -223,11 +236,8 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 def emptied(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make a contiguous tensor whose storage has no bytes, as after ``resize_(0)`` of it. No memory is allocated."""
-    guards: Any = torch._C._dynamo.guards
     stride = torch.empty(shape, device="meta").stride()
-    # It looks at no bounds.
-    found: torch.Tensor = guards._reinterpret_tensor(torch.empty(0, dtype=dtype, device=device), tuple(shape), stride)
-    return found
+    return reinterpreted(torch.empty(0, dtype=dtype, device=device), tuple(shape), stride)
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -249,9 +259,8 @@ def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
     if 0 in shape:
         return torch.empty_like(tensor)
     if 1 not in shape:
-        return dlpack.from_dlpack(dlpack.to_dlpack(tensor))
-    flat: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(tensor.view(-1)))  # it changes strides of dimensions of 1
-    return flat.view(shape)
+        return _from_dlpack(dlpack.to_dlpack(tensor))
+    return _from_dlpack(dlpack.to_dlpack(tensor.view(-1))).view(shape)  # it changes strides of dimensions of 1
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

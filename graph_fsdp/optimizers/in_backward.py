@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.slices import Slices
 from graph_fsdp.parameters.sharded import ShardedParameter
-from graph_fsdp.parameters.shards import Storage, local_gradient
+from graph_fsdp.parameters.shards import Storage, as_gradient
 
 
 class InBackward:
@@ -52,7 +51,7 @@ class InBackward:
         stepped = {id(p.shard): p.shard for p in map(members.__getitem__, gradients)}
         for name, gradient in gradients.items():
             p = members[name]
-            p.shard.grad = compat.make_dtensor(local_gradient(p, gradient), p.shard)
+            p.shard.grad = as_gradient(p, gradient)
         gradients.clear()
         groups, state = optimizer.param_groups, optimizer.state
         params = [group["params"] for group in groups]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,13 +67,12 @@ class GuardedTensorParallelPlaceholder(DTensor):
     __torch_function__: Any = classmethod(_torch_function)
 
 
-def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
-    """Switch a placeholder's guard on or off, in place: references to it stay valid."""
-    if isinstance(placeholder, DTensor):
-        own: type[Any] = GuardedTensorParallelPlaceholder if guarded else DTensor
-    else:
-        own = GuardedPlaceholder if guarded else nn.Parameter
-    placeholder.__class__ = own
+def set_guarded(placeholders: Iterable[nn.Parameter], guarded: bool) -> None:
+    """Switch the guards of placeholders on or off, in place: references to them stay valid."""
+    plain: type[Any] = GuardedPlaceholder if guarded else nn.Parameter
+    of_tensor_parallel: type[Any] = GuardedTensorParallelPlaceholder if guarded else DTensor
+    for placeholder in placeholders:
+        placeholder.__class__ = of_tensor_parallel if isinstance(placeholder, DTensor) else plain
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,13 @@ class ShardedParameter:
     local: Tensor  # the shard's own local tensor: the same memory without padding, in a storage of its own
     filled: bool = False  # it has the parameter's values
     seen: tuple[Any, Any] = None, None  # local tensor and storage of the shard at the last ``refresh``
-    hooks: int = -1  # that others had made when the shard's node of autograd was found without any
+    hooks: int = -1  # that others had made when the shard's ``AccumulateGrad`` had none
     whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Say whether the input is the shard, with no padding and in the same order of dimensions."""
+        return not self.spec.shard_dim and self.local.shape == self.input.shape
 
     @property
     def registered(self) -> nn.Parameter:
@@ -96,18 +102,23 @@ class Shards(ABC):
     def placeholders_registered(self) -> Iterator[None]:
         """Put placeholders into the modules for the time of a forward, and shards again, whatever happens in it."""
         self.active = True
+        placeholders = [p.placeholder for p in self.parameters.values()]
         try:
-            for p in self.parameters.values():
-                if self.unguarded_in_forward:
-                    set_guarded(p.placeholder, False)
-                p.register(p.placeholder)
+            if self.unguarded_in_forward:
+                set_guarded(placeholders, False)
+            self._register(placeholders)
             yield
         finally:
-            for p in self.parameters.values():
-                if self.unguarded_in_forward:
-                    set_guarded(p.placeholder, True)
-                p.register(p.registered)
+            if self.unguarded_in_forward:
+                set_guarded(placeholders, True)
+            self._register([p.registered for p in self.parameters.values()])
             self.active = False
+
+    def _register(self, values: Sequence[nn.Parameter]) -> None:
+        """Put ``values``, one for each parameter, into the modules."""
+        for p, value in zip(self.parameters.values(), values, strict=True):
+            for module, leaf in p.owners:
+                module._parameters[leaf] = value
 
     def without_placeholders(self, outputs: Any) -> Any:
         """Return the shard for a parameter among ``outputs``: Dynamo hands back the very object that it read."""

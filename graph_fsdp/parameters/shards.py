@@ -136,7 +136,7 @@ class Storage(Shards):
             make = compat.emptied if self.has_memory else compat.without_memory
             _set_memory(p.placeholder, make(p.spec.shape, p.spec.param_dtype, self.device))
             vars(p.placeholder)["_graph_fsdp"] = (p.spec.name, self)
-            set_guarded(p.placeholder, True)
+            set_guarded([p.placeholder], True)
         for tensor, value in self._whole:
             if tensor.device == value.device:
                 tensor.detach().copy_(value)
@@ -148,7 +148,8 @@ class Storage(Shards):
         for p in self._tied:
             check_tied(p)
         with compat.without_torch_function():
-            assigned = [repr(p.spec.name) for p in self.parameters.values() if self._take_over(p)]
+            changed = [p for p in self.parameters.values() if not self._is_as_seen(p)]
+            assigned = [repr(p.spec.name) for p in changed if self._take_over(p)]
         if assigned:
             raise ParameterChangedError(
                 f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
@@ -156,6 +157,17 @@ class Storage(Shards):
                 "parameter.to_local().copy_ of this rank's rows), use load_state_dict, or write in a block of "
                 "graph_fsdp.unsharded(model)"
             )
+
+    def _is_as_seen(self, p: ShardedParameter) -> bool:
+        """Say whether ``_take_over`` would find nothing: all that is looked at for each parameter in each forward."""
+        (module, leaf), shard, (memory, storage) = p.owners[0], p.shard, p.seen
+        return (
+            module._parameters.get(leaf) is shard
+            and compat.local_part(shard) is memory
+            and shard.untyped_storage() is storage
+            and memory.data_ptr() == p.input.data_ptr()
+            and shard.requires_grad == p.placeholder.requires_grad
+        )
 
     def _take_over(self, p: ShardedParameter) -> bool:
         """Take over changes of one parameter; say whether ``data`` was assigned ([Note: data of a DTensor])."""
@@ -248,7 +260,13 @@ def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
     trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
     shards: Sequence[Tensor] = [p.shard for p in trained]
     if trained and isinstance(trained[0].shard, DTensor):
+        hooks = compat.hooks_of_others()
+        for p in trained:
+            if not compat.has_accumulator(p.shard):
+                p.hooks = hooks  # what is not there yet has none
         shards = Linked.apply([p.input for p in trained], functools.partial(_accumulate, trained), *shards)
+    if len(trained) == len(parameters):
+        return list(shards)
     linked = iter(shards)
     return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
 
@@ -296,33 +314,43 @@ def _accumulate(
     left: list[Tensor | None] = [None] * len(grads)
     sums: list[Tensor] = []
     added: list[Tensor] = []
-    hooks = compat.hooks_of_others()
+    hooks, adds = compat.hooks_of_others(), not torch.is_grad_enabled()  # unlike with ``create_graph``
     for index, (p, grad, (node, _)) in enumerate(zip(parameters, grads, edges, strict=True)):
         if grad is None:
             continue
-        local, found = local_gradient(p, grad), p.shard.grad
+        shard, local = p.shard, grad if p.is_whole and grad.is_contiguous() else _local_gradient(p, grad)
+        direct = adds and not compat.has_hooks(shard) and compat.is_run(node)
         # Its node of autograd is asked for hooks where there are new ones on anything.
-        direct = compat.only_accumulates(p.shard) and compat.is_run(node)
         if direct and (p.hooks == hooks or not compat.is_hooked(node)):
             p.hooks = hooks
+            found = shard.grad
             if found is None:
-                p.shard.grad = compat.make_dtensor(local, p.shard)
+                shard.grad = _as_shard(local, shard)
                 continue
-            if compat.is_placed_like(found, p.shard):
+            if compat.is_placed_like(found, shard):
                 sums.append(compat.local_part(found))
                 added.append(local)
                 continue
-        left[index] = compat.make_dtensor(local, p.shard)
+        left[index] = _as_shard(local, shard)
     if sums:
         compat.foreach_add(sums, added)
     return left
 
 
-def local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
-    """Return the gradient of a padded local shard as that of the shard itself, in a storage of its own."""
+def _local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
+    """Return the gradient of a padded local shard as that of the shard itself, contiguous."""
     rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
     local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
-    return compat.with_storage_of_its_own(p.spec.as_used(local).contiguous())
+    return p.spec.as_used(local).contiguous()
+
+
+def as_gradient(p: ShardedParameter, grad: Tensor) -> DTensor:
+    """Return the gradient of a padded local shard as that of the parameter."""
+    return _as_shard(_local_gradient(p, grad), p.shard)
+
+
+def _as_shard(local: Tensor, shard: nn.Parameter) -> DTensor:
+    return compat.make_dtensor(compat.with_storage_of_its_own(local), shard)
 
 
 def _layout(spec: ModelSpec) -> dict[torch.dtype, dict[str, int]]:
