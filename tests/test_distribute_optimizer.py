@@ -287,6 +287,16 @@ def test_copies_are_plain_and_share_nothing(make_model: Callable[..., nn.Module]
     assert len({value.data_ptr() for value in counts}) == len(counts)
 
 
+def test_a_step_is_seen_as_a_write_to_parameters(make_model: Callable[..., nn.Module]) -> None:
+    """What checks that a parameter is what it was (a saved tensor, ``unshard()``, ``export``) asks for its version."""
+    model = make_model()
+    optimizer = graph_fsdp.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    give_gradients(model, 0)
+    before = [p._version for p in model.parameters()]
+    optimizer.step()
+    assert all(p._version > version for p, version in zip(model.parameters(), before, strict=True))
+
+
 def test_a_step_that_fails_leaves_everything_in_place(make_model: Callable[..., nn.Module]) -> None:
     model, expected = make_model(), make_model()
     optimizer, other = (graph_fsdp.distribute_optimizer(optim.AdamW(m.parameters())) for m in (model, expected))

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Shard
 
 from graph_fsdp import compat
@@ -147,6 +148,7 @@ class Owners:
             for lockstep in {m.lockstep for m in matrices if m.lockstep is not None}:
                 stack.enter_context(lockstep.telling())
             _pipeline([self._travel(bucket) for bucket in buckets_of(matrices)])
+        increment_version([m.p for m in matrices])
 
     def _find(self, params: Sequence[nn.Parameter]) -> None:
         wanted = {id(p): p for p in params if id(p) not in self._known}

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
@@ -174,6 +175,7 @@ class Slices:
                     run.clear_gradient()
                     run.state = others.pop(run.param, run.state)
                     run.give(state)
+                    increment_version(run.parameters)
             state.update(others)
 
     def _runs_of(self, group: dict[str, Any], state: Any) -> list[_Run]:
