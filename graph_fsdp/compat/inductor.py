@@ -96,7 +96,8 @@ def _directly_called(compiled: Any) -> Callable[[list[Any]], Any]:
     if function is None or getattr(compiled, "_compile_context", None) is not None:
         return compiled
     called = functools.partial(function)
-    vars(called)["compiled"] = compiled  # which gives up parts of the function when it goes
+    # The graph gives up parts of the function when it goes.
+    vars(called).update(compiled=compiled, source_code=compiled.source_code)
     return called
 
 
