@@ -12,8 +12,9 @@ from facts import Facts, Failures, check
 from launch import run_ranks
 from models import GPT, MLP
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_fsdp
@@ -186,22 +187,29 @@ def test_on_two_ranks(ranks: Failures, name: str) -> None:
     check(ranks, name)
 
 
-def trained_and_served() -> bool:
-    """Ranks 0 and 1 train; 2 serves, and takes what comes."""
+def on_meshes_of_two_dimensions() -> None:
+    check_exported(list(graph_fsdp.export(compiled(Mixed, init_device_mesh("cpu", (2, 2))))), built(Mixed))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = built(MLP)
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    leaves = ((name, styles.get(name.rpartition(".")[2])) for name, _ in model.named_modules())
+    parallelize_module(model, mesh["tp"], {name: style for name, style in leaves if style is not None})
+    graph_fsdp.compile(model, mesh["dp"], backend="eager")
+    check_exported(list(graph_fsdp.export(model)), built(MLP))
+
+
+def trained_and_served() -> None:
+    """Ranks 0 and 1 train; 2 serves, and takes what comes; 3 does nothing."""
     rank = dist.get_rank()
-    serving = dist.new_group([0, 2])
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("all",))  # all ranks make it
-    trainers = dist.new_group([0, 1])
-    assert mesh.size() == 3
+    serving, trainers = dist.new_group([0, 2]), dist.new_group([0, 1])
     if rank == 2:
         served = built(Mixed, seed=1)
         served.load_state_dict(dict(graph_fsdp.receive(serving, src=0)))
         check_exported(list(served.state_dict().items()), built(Mixed))
         with pytest.raises(RuntimeError, match="rank 0 sends no more of the model: ParameterChangedError"):
             list(graph_fsdp.receive(serving, src=0))
-        return True
-    from torch.distributed.device_mesh import DeviceMesh
-
+    if rank > 1:
+        return
     assert isinstance(trainers, dist.ProcessGroup)
     model = compiled(Mixed, DeviceMesh.from_group(trainers, "cpu"))
     found = list(graph_fsdp.export(model, rank=1, group=serving))
@@ -213,8 +221,13 @@ def trained_and_served() -> bool:
             p.add_(1)
     with pytest.raises(ParameterChangedError):
         list(exported)
+
+
+def on_four_ranks() -> bool:
+    on_meshes_of_two_dimensions()
+    trained_and_served()
     return True
 
 
-def test_a_process_outside_of_the_mesh_receives_the_model() -> None:
-    assert run_ranks(trained_and_served, 3) == [True] * 3
+def test_meshes_of_two_dimensions_and_a_process_outside_of_the_mesh() -> None:
+    assert run_ranks(on_four_ranks, 4) == [True] * 4
