@@ -394,5 +394,5 @@ def test_host_time_measures_each_piece_of_work_of_each_implementation(tmp_path: 
 def test_host_places_are_all_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     found = benchmark("host_places").main(["--parameters", "8", "--implementation", "ours_eager", "--times", "50"])
     assert sum(found.values()) == pytest.approx(1)
-    assert {"calls of the process group", "gradients to `.grad`"} <= found.keys()
+    assert "calls of the process group" in found
     assert "µs per layer" in capsys.readouterr().out

@@ -162,10 +162,15 @@ def calls(line: str) -> str:
 
 @pytest.mark.long
 def test_the_graph_is_the_cpus_in_another_order(xpu: dict[str, Any]) -> None:
-    """Gathers start further ahead where the hardware overlaps."""
+    """Where the hardware overlaps, gathers start further ahead and a block more is kept for backward: it is returned
+    and not freed."""
     there = body(xpu["mlp"]["code"]["forward"]).replace("xpu", "cpu").replace(", index=0", "")
     here = body(xpu["mlp on the CPU"]["code"]["forward"])
-    assert sorted(map(calls, there.splitlines())) == sorted(map(calls, here.splitlines()))
+    found, expected = (
+        sorted(line for line in map(calls, text.splitlines()) if "free_blocks_1 =" not in line and "return" not in line)
+        for text in (there, here)
+    )
+    assert found == expected and "free_blocks_1" not in there
     assert xpu["mlp"]["devices"] == {"forward": {"xpu:0"}, "backward": {"xpu:0"}}
 
 
