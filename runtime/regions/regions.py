@@ -269,34 +269,6 @@ def run_as_graph(module: fx.GraphModule) -> Compiled:
     return module.forward
 
 
-def _views(region: Region) -> Compiled | None:
-    """Return what makes the views of a region without their operators, of a flat buffer; None if it has others."""
-    given: list[Any] = [node.meta.get("val") for node in region.inputs]
-    buffer, *others = given
-    values: list[Any] = [node.meta.get("val") for node in region.outputs]
-    if others or not _is_flat(buffer) or not all(_is_static(v) and v.dtype is buffer.dtype for v in values):
-        return None
-    begin = buffer.storage_offset()
-    views = [(tuple(v.shape), v.stride(), v.storage_offset() - begin) for v in values]
-
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        (found,) = inputs
-        inputs.clear()
-        return [compat.reinterpreted(found, *view) for view in views]
-
-    return run
-
-
-def _is_flat(value: Any) -> bool:
-    return _is_static(value) and value.dim() == 1 and value.is_contiguous()
-
-
-def _is_static(value: Any) -> bool:
-    """Say whether it is a tensor whose place in its storage was known to the tracer."""
-    sizes = (*value.shape, *value.stride(), value.storage_offset()) if isinstance(value, torch.Tensor) else (None,)
-    return all(isinstance(size, int) for size in sizes)
-
-
 class _BoxedCodeGen(fx.graph.CodeGen):
     """Generates code that takes its inputs in a list and empties it: the caller's references would keep them alive."""
 
@@ -352,7 +324,7 @@ class RegionCache:
         given = {key: region for key, region in regions.items() if not region.is_view_only}
         compiled = self.backend.compile_regions(given)
         for key, region in regions.items():
-            self._cache[key] = compiled[key] if key in given else _views(region) or run_as_graph(region.module)
+            self._cache[key] = compiled[key] if key in given else run_as_graph(region.module)
             self._alive.append(region)
         self.compiled += len(regions)
 
