@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checkpointed_models import Net, backward_order, saved, traced
 from expecttest import assert_expected_inline
 from models import GPT
 from printed import calls
+from torch import Tensor, nn
 
+import graph_fsdp
 from graph_fsdp import ActivationCheckpointing
 from graph_fsdp.passes import CheckpointActivations
 from graph_fsdp.passes.ir import dialect
@@ -143,3 +146,36 @@ def test_only_what_draws_random_numbers_keeps_a_state_of_the_generator(dropout: 
     found = traced("unit", lambda: GPT(depth=2, dropout=dropout), torch.zeros(32, 8, dtype=torch.int64))
     for graph in (found.forward, found.backward):
         assert sum(node.op == "call_function" and "rng_state" in str(node.target) for node in graph.nodes) == draw
+
+
+class Scaled(nn.Module):
+    """Dropout behind an operator that reads a parameter itself: the pass that makes buckets edits what is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x * self.scale, 0.5).sin()
+
+
+def test_dropout_of_what_was_scaled_by_a_parameter_is_drawn_again() -> None:
+    model = graph_fsdp.compile(
+        nn.Sequential(Scaled(), Scaled()),
+        auto_wrap_policy={Scaled},
+        activation_checkpointing=ActivationCheckpointing("unit"),
+        backend="eager",
+    )
+    x, scale = torch.ones(64, 8), model[1].scale
+    model(x).sum().backward()
+    torch.manual_seed(0)
+    scale.grad = None
+    found = model(x)
+    found.sum().backward()
+    torch.manual_seed(0)
+    first, second = (part.scale.detach().requires_grad_() for part in model)
+    hidden = F.dropout(x * first, 0.5).sin()
+    expected = F.dropout(hidden * second, 0.5).sin()
+    expected.sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(scale.grad, second.grad)

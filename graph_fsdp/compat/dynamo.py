@@ -35,6 +35,7 @@ from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
+from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -44,20 +45,32 @@ from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 @contextlib.contextmanager
 def random_states_only_where(draws: Callable[[torch.fx.Node], bool]) -> Iterator[None]:
     """Let the partitioner keep a state of the generator for those recomputed operators alone of which ``draws`` is
-    true. Its own rule is torch's tag for random operators."""
+    true. Its own rule is torch's tag for random operators. Calls that it makes have fake values, as all others do."""
     functionalize = partitioners.functionalize_rng_ops
 
     def functionalized(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         tagged = [node for node in joint.graph.nodes if "recompute" in node.meta and not draws(node)]
         tags = {node: node.meta.pop("recompute") for node in tagged}
         try:
-            return functionalize(joint, *args, **kwargs)
+            made = functionalize(joint, *args, **kwargs)
+            for module in made:
+                _give_values(module.graph)
+            return made
         finally:
             for node, tag in tags.items():
                 node.meta["recompute"] = tag
 
     with unittest.mock.patch.object(partitioners, "functionalize_rng_ops", functionalized):
         yield
+
+
+def _give_values(graph: torch.fx.Graph) -> None:
+    """Give the calls that keep or restore a state of the generator their fake values."""
+    for node in graph.nodes:
+        if node.target in (rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            with current_fake_mode():
+                node.meta["val"] = node.target(*args, **kwargs)
 
 
 @contextlib.contextmanager
