@@ -288,7 +288,6 @@ def test_copies_are_plain_and_share_nothing(make_model: Callable[..., nn.Module]
 
 
 def test_a_step_is_seen_as_a_write_to_parameters(make_model: Callable[..., nn.Module]) -> None:
-    """What checks that a parameter is what it was (a saved tensor, ``unshard()``, ``export``) asks for its version."""
     model = make_model()
     optimizer = graph_fsdp.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     give_gradients(model, 0)
