@@ -145,7 +145,7 @@ class Owners:
             for group, members in zip(groups, params, strict=True):
                 group["params"] = members
         with contextlib.ExitStack() as stack:
-            for lockstep in {m.lockstep for m in matrices if m.lockstep is not None}:
+            for lockstep in dict.fromkeys(m.lockstep for m in matrices if m.lockstep is not None):
                 stack.enter_context(lockstep.telling())
             _pipeline([self._travel(bucket) for bucket in buckets_of(matrices)])
         increment_version([m.p for m in matrices])
