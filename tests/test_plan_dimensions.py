@@ -307,12 +307,13 @@ def test_the_command_plans_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["microbatches"] == 8 and found["in_flight"] == [8, 8] and len(found["stages"]) == 2
     for wrong, message in (
         (["own.py:model", "--mesh", "tp=2"], "model: own.py:model is no config.json, and how to divide it over tp=2"),
-        ([arguments[1], "--mesh", "tp=2", "--report", "a.html"], "--report: is of one program"),
+        ([arguments[1], "--mesh", "tp=2", "--report", f"{tmp_path}/a.html"], "--report: is of one program"),
         ([arguments[1], "--mesh", "pp=2", "--microbatches", "1"], "microbatches: 1F1B refuses 1"),
     ):
         assert main(["plan", *wrong]) == 2
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"], "what is refused writes nothing"
 
 
 def test_neighbours_have_as_many_ranks() -> None:

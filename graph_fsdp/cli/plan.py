@@ -76,11 +76,11 @@ def _run(chosen: argparse.Namespace) -> None:
     elif chosen.memory is not None:
         raise ValueError("--memory: says what a search must fit into; give --search too")
 
-    from graph_fsdp.report.file import write_text
+    from graph_fsdp.report.file import check_writable
 
     for name in ("report", "trace"):
         if getattr(chosen, name):  # before the minutes that a large model takes
-            write_text(getattr(chosen, name), "")
+            check_writable(getattr(chosen, name))
     made = _made(chosen)
     print(json.dumps(made.summary(), indent=1) if chosen.json else made)
     if chosen.report:

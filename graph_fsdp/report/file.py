@@ -111,8 +111,21 @@ class SavedReport(Printed):
 
 def write_text(path: str | PathLike[str], text: str) -> None:
     """Write a whole file that a user names. Raises OSError of the kind that the system gave, with what to do."""
+    _write(path, "w", text)
+
+
+def check_writable(path: str | PathLike[str]) -> None:
+    """Raise what :func:`write_text` would, and leave a file as it is."""
+    is_new = not Path(path).exists()
+    _write(path, "a", "")
+    if is_new:
+        Path(path).unlink()
+
+
+def _write(path: str | PathLike[str], mode: str, text: str) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         reason = f"path: cannot be written ({error.strerror}); name a file in a folder that exists and is yours"
         raise type(error)(error.errno, reason, fspath(path)) from error
