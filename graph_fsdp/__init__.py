@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from graph_fsdp.errors import SettingError as SettingError
     from graph_fsdp.errors import UnsupportedError as UnsupportedError
     from graph_fsdp.errors import VerificationError as VerificationError
+    from graph_fsdp.monitoring.monitor import Monitor as Monitor
+    from graph_fsdp.monitoring.monitor import monitor as monitor
+    from graph_fsdp.monitoring.record import MonitorRecord as MonitorRecord
     from graph_fsdp.optimizers.distribute import distribute_optimizer as distribute_optimizer
     from graph_fsdp.parameters.unshard import unsharded as unsharded
     from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
@@ -67,6 +70,8 @@ _NAMES = {
         "UnsupportedError",
         "VerificationError",
     ),
+    "monitoring.monitor": ("Monitor", "monitor"),
+    "monitoring.record": ("MonitorRecord",),
     "optimizers.distribute": ("distribute_optimizer",),
     "parameters.unshard": ("unsharded",),
     "passes.transforms.activation_checkpointing": ("ActivationCheckpointing",),

@@ -8,7 +8,7 @@ run that raises leaves nothing behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.runtime.comm.collectives import Comms, Pending, ReduceScatter
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame, StartPlan, start_copy, start_gather, start_reduction
-from graph_fsdp.runtime.observe import Event, MakeObserver, observed, ranges, seen_by
+from graph_fsdp.runtime.observe import Event, MakeObserver, Watcher, observed, ranges, seen_by
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
 from graph_fsdp.runtime.regions.regions import Region, RegionCache, cut, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots, by_device
@@ -56,6 +56,7 @@ class Program:
         self.source, self.constants, self.places = "\n".join([*text.lines, ""]), text.constants, text.places
         self._kernels = text.kernels
         self.observers: list[MakeObserver] = []  # of each run that begins
+        self.watchers: Sequence[Watcher] = ()
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
         self.ordinary = namespace["run"]
@@ -76,6 +77,7 @@ class Program:
         observers = [*(make(self) for make in self.observers), *ranges(self.graph.phase)]
         if observers:
             run = observed(run, self._kernels, observers)
+        observers += [see for watcher in self.watchers if (see := watcher.run(self)) is not None]
         # Bytes and collectives of runs that are measured are not counted: reports tell of training.
         counter = GatheredBytes() if self.observers else self.counter
         frame = Frame(Slots(counter, slots), self.kept, observers)

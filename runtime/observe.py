@@ -16,6 +16,9 @@ started (docs/decisions/reports_and_plans.md).
 A *recorder* marks begin and end of each region, start and wait: in time of the host on the CPU, else by events on the
 current stream. It waits for nothing itself, unless it times each collective *alone*, by waiting for it where it starts.
 All ranks must record at once, or one that computes keeps the others waiting.
+
+A *watcher* stays for a whole training. It sees the starts and waits of the runs that it chooses, and no regions, so that
+these runs are as ever: counted in reports, and replayed where they are CUDA graphs.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from graph_fsdp import compat
@@ -64,6 +68,19 @@ class Observer(Protocol):
 
 
 MakeObserver = Callable[[Any], Observer]  # of the program that begins a run
+
+
+class Watcher(Protocol):
+    """Watches a compiled model for as long as it is in the engine's list of watchers."""
+
+    def forward(self, unit: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Learn that the model (``unit`` is ""), or a unit by itself, is called."""
+
+    def run(self, program: Program) -> Observer | None:
+        """Return what is to see the starts and waits of a run that begins; None: nothing."""
+
+    def clipped(self, norm: Tensor) -> None:
+        """Learn the 2-norm of all gradients, a scalar, before they were clipped."""
 
 
 def seen_by(observers: Sequence[Observer], event: Event, call: Callable[..., T], *given: Any) -> T:
@@ -133,12 +150,38 @@ class ProgramRun:
     intervals: list[Interval]
 
 
-class Recorder:
+class Clock:
+    """Marks moments: of the host on the CPU, else of the device's current stream, by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def is_past(self, mark: Any) -> bool:
+        """Say whether the device has reached a mark, without waiting for it."""
+        return self.device.type == "cpu" or bool(mark.query())
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """Wait on the host until ``end`` is reached, and return the seconds since ``begin``."""
+        if self.device.type == "cpu":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3  # milliseconds
+
+
+class Recorder(Clock):
     """Records programs. ``steps`` has the runs of each training step, in order. With ``alone``, nothing runs beside a
     collective, and copies are not recorded."""
 
     def __init__(self, device: torch.device, alone: bool = False) -> None:
-        self.device, self.alone = device, alone
+        super().__init__(device)
+        self.alone = alone
         self.steps: list[list[ProgramRun]] = []
         self._runs: list[ProgramRun] = []  # of this step, in marks and not in seconds
 
@@ -193,17 +236,3 @@ class Recorder:
             return value
 
         return see
-
-    def mark(self) -> Any:
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
-
-    def seconds_between(self, begin: Any, end: Any) -> float:
-        """Wait on the host until ``end`` is reached, and return the seconds since ``begin``."""
-        if self.device.type == "cpu":
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e-3  # milliseconds

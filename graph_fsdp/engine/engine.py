@@ -60,6 +60,7 @@ from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.comm.collectives import Comms
 from graph_fsdp.runtime.cuda.capture import CAPTURES
 from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs, ProgramGraphs
+from graph_fsdp.runtime.observe import Watcher
 from graph_fsdp.runtime.slots import SlotMemory
 from graph_fsdp.runtime.withheld_gradients import KeptGradients
 
@@ -124,6 +125,7 @@ class Engine:
         self.updates = storage.updates = Updates(weakref.proxy(self))
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
+        self.watchers: list[Watcher] = []
         self.registered: dict[str, SlotMemory] = {}  # by ``Settings.registered_memory``
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic)
@@ -162,6 +164,8 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.schedules.failures_told(entry.name))
             self.structure.check()
+            for watcher in tuple(self.watchers):
+                watcher.forward(entry.unit, args, kwargs)
             if self.wait_before_forward is not None:
                 self.wait_before_forward.wait()
                 self.wait_before_forward = None
@@ -317,6 +321,7 @@ class Engine:
         graphs = None if is_half else self._program_graphs(graph, context, captured.index)
         memory = self.registered[kind] if (kind := context.settings.registered_memory) else None
         program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs, memory)
+        program.watchers = self.watchers
         if graph.phase == "backward" and "forward" in context.graphs:
             stepped = [name for node in graph.with_role(Role.UPDATE) for name in node.meta["fsdp"].params]
             program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings, stepped)

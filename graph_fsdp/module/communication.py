@@ -109,7 +109,10 @@ class CommunicationMethods:
             what = f"norm {norm_type} of {len(gradients)} gradients"
             engine.schedules.begin("clip_grad_norm_()", "call", [what])
         with torch.no_grad(), engine.schedules.telling():
-            return clip_gradients(gradients, float(max_norm), float(norm_type))
+            norm = clip_gradients(gradients, float(max_norm), float(norm_type))
+        for watcher in engine.watchers if norm_type == 2.0 else ():
+            watcher.clipped(norm)
+        return norm
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Warn that False has no effect. FSDP2 leaves the last reductions of a backward under way where another

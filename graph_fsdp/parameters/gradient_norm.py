@@ -25,6 +25,25 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float, norm_type: floa
     return norm
 
 
+def own_square(gradients: Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
+    """Return this rank's part of the squared 2-norm of all gradients: a scalar, float32, on their device; the sum over
+    ``ranks``, those of the model's mesh, is the square. Nothing is communicated. What several ranks hold is divided by
+    their number. None where gradients are on other ranks as well, or on fewer."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for grad in gradients:
+        copies = len(ranks)
+        if isinstance(grad, DTensor):
+            if set(grad.device_mesh.mesh.flatten().tolist()) != set(ranks):
+                return None
+            sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+            copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+        by_copies.setdefault(copies, []).append(compat.local_part(grad).detach())
+    squares = [
+        torch.nn.utils.get_total_norm(parts).float().square() / copies for copies, parts in by_copies.items()
+    ]
+    return torch.stack(squares).sum() if squares else None
+
+
 def _total_norm(parts: Sequence[Tensor], groups: Sequence[tuple[str, ...]], norm_type: float) -> Tensor:
     together: dict[tuple[str, ...], list[Tensor]] = {}
     for part, names in zip(parts, groups, strict=True):

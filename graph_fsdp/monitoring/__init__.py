@@ -1,0 +1,1 @@
+"""``graph_fsdp.monitor`` watches a model while it trains."""
