@@ -17,8 +17,8 @@ A *recorder* marks begin and end of each region, start and wait: in time of the 
 current stream. It waits for nothing itself, unless it times each collective *alone*, by waiting for it where it starts.
 All ranks must record at once, or one that computes keeps the others waiting.
 
-A *watcher* stays for a whole training. It sees the starts and waits of the runs that it chooses, and no regions, so that
-these runs are as ever: counted in reports, and replayed where they are CUDA graphs.
+A *watcher* stays for a whole training. It sees the starts and waits of the runs that it chooses, and no regions, so
+that these runs are as ever: counted in reports, and replayed where they are CUDA graphs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Ranks compare what they took for a step, through the store, and none of them waits for another.
 
-Each appends a line to a key of the step. The mesh's first rank looks there after each of its own steps until all lines
-are there, or the next record is due: then it goes on without them. So a rank that has no monitor, is late or has failed
-costs nobody anything (docs/decisions/reports_and_plans.md, "Comparison of ranks by a monitor").
+The mesh's first rank says that it reads. As long as it does, each of the others appends a line to a key of the step,
+and the first rank looks there after each of its own steps, until all lines are there or the next record is due: then
+it goes on without them. So a rank that has no monitor, is late or has failed costs nobody anything, and the store does
+not grow (docs/decisions/reports_and_plans.md, "Comparison of ranks by a monitor").
 """
 
 from __future__ import annotations
@@ -33,21 +34,24 @@ class Measured:
 
 
 class Comparison:
-    """Carries the measurements of ``ranks``, in the order of the mesh; the first of them reads. ``number``: of the
-    monitor, among those of these ranks."""
+    """Carries the measurements of ``ranks``, in the order of the mesh; the first of them reads. ``name``: one that all
+    ranks give this comparison and no other."""
 
-    def __init__(self, ranks: Sequence[int], number: int) -> None:
+    def __init__(self, ranks: Sequence[int], name: str) -> None:
         self.ranks, self._shared = tuple(ranks), is_shared(ranks)
         self.me = dist.get_rank() if self._shared else self.ranks[0]
         self.is_first = self.me == self.ranks[0]
         self._store = compat.clone_store(compat.default_store()) if self._shared else None
-        self._prefix = prefix_of(ranks, f"monitor{number}")
+        self._prefix = prefix_of(ranks, name)
+        if self._store is not None and self.is_first:
+            self._store.set(self._reader, "")
 
     def publish(self, step: int, mine: Measured) -> None:
         """Publish what this rank has measured of ``step``."""
         if self._store is not None and not self.is_first:
             with contextlib.suppress(RuntimeError):  # the store is gone: the training has an error of its own
-                compat.append(self._store, self._key(step), f"{json.dumps(astuple(mine))}\n")
+                if self._store.check([self._reader]):
+                    compat.append(self._store, self._key(step), f"{json.dumps(astuple(mine))}\n")
 
     def others(self, step: int) -> list[Measured] | None:
         """On the first rank: return what the others have measured of ``step``; None while one has not published."""
@@ -64,10 +68,22 @@ class Comparison:
         return list(found.values())
 
     def forget(self, step: int) -> None:
-        """Delete what was published of a step."""
+        """On the first rank: delete what was published of a step."""
+        self._delete(self._key(step))
+
+    def close(self) -> None:
+        """On the first rank: read no longer."""
+        if self.is_first:
+            self._delete(self._reader)
+
+    @property
+    def _reader(self) -> str:
+        return f"{self._prefix}/reader"
+
+    def _delete(self, name: str) -> None:
         if self._store is not None:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything
-                self._store.delete_key(self._key(step))
+                self._store.delete_key(name)
 
     def _key(self, step: int) -> str:
         return f"{self._prefix}/{step}"

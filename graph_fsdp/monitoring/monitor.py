@@ -15,12 +15,10 @@ collectives timed and its gradients' norm computed. Ranks are compared by ``comp
 from __future__ import annotations
 
 import os
-import resource
-import sys
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -31,11 +29,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.monitoring.comparison import Comparison, Measured, norm, straggler
 from graph_fsdp.monitoring.outputs import Output, Outputs, Server, checked, terminal, text_file
 from graph_fsdp.monitoring.record import MonitorRecord
+from graph_fsdp.monitoring.step import Step, on_host, peak_bytes, tokens_of
 from graph_fsdp.parameters.gradient_norm import own_square
 from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.report.report import engine_of
@@ -47,9 +45,6 @@ CountTokens: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], int]
 
 _EXPECTED = ("first", "piece", "finalized", "divided")  # kinds of captures that are no recompilations
 _COLLECTIVES = ("wait gather", "wait reduce")
-
-# Monitors made so far per mesh: its ranks count alike.
-_monitors: Counter[tuple[int, ...]] = Counter()
 
 
 def monitor(
@@ -93,11 +88,13 @@ def monitor(
     """
     engine = engine_of(model)
     if unit := vars(model)["_graph_fsdp_name"]:
-        raise ValueError(f"model: it is the module {unit!r} of a model; monitor the model that graph_fsdp.compile returned")
+        raise ValueError(
+            f"model: it is the module {unit!r} of a model; monitor the model that graph_fsdp.compile returned"
+        )
     if engine.backend.name == "xla":
         raise UnsupportedError(
-            "model: it was compiled with backend='xla', whose programs run when torch_xla decides, so that nothing here "
-            "knows when a step ends; use torch_xla.debug.metrics"
+            "model: it was compiled with backend='xla', whose programs run when torch_xla decides, so that nothing "
+            "here knows when a step ends; use torch_xla.debug.metrics"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of steps, 1 or more, got {every!r}")
@@ -106,9 +103,7 @@ def monitor(
     if tokens is not None and not callable(tokens):
         raise TypeError(f"tokens must be a function of (args, kwargs), or None, got {tokens!r}")
     outputs = checked(to, path, port, host)
-    ranks = engine.schedules.ranks
-    comparison = Comparison(ranks, _monitors[ranks])
-    _monitors[ranks] += 1
+    comparison = Comparison(engine.schedules.ranks, _name_of(engine))
     name = engine.schedules.name
     found: list[Output] = []
     if comparison.is_first:
@@ -120,21 +115,12 @@ def monitor(
     return Monitor(model, every, Outputs(found), comparison, tokens)
 
 
-@dataclass
-class _Step:
-    """Holds what was noted of one step, in marks of the clock. ``waits``: of collectives, where they were timed.
-    ``square`` and ``norm``: scalars on the CPU, which are written when the end is past."""
-
-    number: int
-    begin: Any
-    end: Any = None
-    tokens: int | None = None
-    causes: tuple[str, ...] = ()
-    captured: bool = False
-    waits: list[tuple[Any, Any]] = field(default_factory=list)
-    programs: list[Program] = field(default_factory=list)
-    square: Tensor | None = None
-    norm: Tensor | None = None
+def _name_of(engine: Any) -> str:
+    """Return a name that all ranks give the monitor that is made now: by the programs that they have run, and the
+    monitors of the model."""
+    schedules = engine.schedules
+    position = schedules.lockstep.position if schedules.lockstep is not None else 0
+    return f"model{schedules.index}/monitor{position}.{len(engine.watchers)}"
 
 
 class Monitor:
@@ -147,17 +133,16 @@ class Monitor:
         self.last: MonitorRecord | None = None
         self._model, self._engine = weakref.ref(model), weakref.ref(engine)
         self._every, self._outputs, self._comparison = every, outputs, comparison
-        self._tokens = _tokens_of if tokens is None else tokens
+        self._tokens = tokens_of if tokens is None else tokens
         self._clock = Clock(engine.storage.device)
         self._parameters = {id(p) for p in model.parameters()}
-        self._watches_waits = not engine.whole
         self._predicted: weakref.WeakKeyDictionary[Program, float | None] = weakref.WeakKeyDictionary()
         self._captures, self._recompilations = len(engine.graphs), 0
         self._number, self._evaluated = 0, True
-        self._now: _Step | None = None
+        self._now: Step | None = None
         self._end: Any = None  # of the step before
-        self._ended: deque[_Step] = deque()  # steps that the device may not be through
-        self._counted: list[tuple[_Step, float]] = []  # of the next record, with their seconds
+        self._ended: deque[Step] = deque()  # steps that the device may not be through
+        self._counted: list[tuple[Step, float]] = []  # of the next record, with their seconds
         self._due: tuple[MonitorRecord, Measured] | None = None  # a record that waits for other ranks' measurements
         this = weakref.ref(self)
         self._handles = [
@@ -210,6 +195,7 @@ class Monitor:
                 self._make_record()
                 self._report_due(at_once=True)
         finally:
+            self._comparison.close()
             self._outputs.close()
 
     # What the engine and its programs tell
@@ -222,7 +208,7 @@ class Monitor:
             self._end_step()
             self._number += 1
             begin = self._clock.mark() if self._evaluated else self._end
-            self._now, self._evaluated = _Step(self._number, begin), False
+            self._now, self._evaluated = Step(self._number, begin), False
             self._note_captures(self._now)  # of an evaluation
             self._read()
             self._report_due()
@@ -248,7 +234,7 @@ class Monitor:
 
     def clipped(self, norm: Tensor) -> None:
         if self._now is not None and self._is_last(self._now):
-            self._now.norm = _on_host(norm)
+            self._now.norm = on_host(norm)
 
     def _before(self) -> None:
         """Note the norm of the gradients, before the first optimizer of a step has stepped."""
@@ -258,7 +244,7 @@ class Monitor:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         with torch.no_grad():
             square = own_square(gradients, self._comparison.ranks)
-        step.square = None if square is None else _on_host(square)
+        step.square = None if square is None else on_host(square)
 
     def _after(self) -> None:
         step = self._now
@@ -266,7 +252,7 @@ class Monitor:
             step.end = self._end = self._clock.mark()
             step.captured = self._note_captures(step) or step.captured
 
-    def _note_captures(self, step: _Step) -> bool:
+    def _note_captures(self, step: Step) -> bool:
         """Note the causes of captures since this was called last; return whether there were any."""
         engine = self._engine()
         captured = [] if engine is None else engine.graphs[self._captures :]
@@ -274,7 +260,7 @@ class Monitor:
         step.causes += tuple(str(graph.cause) for graph in captured if graph.cause.kind not in _EXPECTED)
         return bool(captured)
 
-    def _is_last(self, step: _Step) -> bool:
+    def _is_last(self, step: Step) -> bool:
         return step.number % self._every == 0
 
     def steps(self, optimizer: Optimizer) -> bool:
@@ -311,7 +297,7 @@ class Monitor:
             predicted, busy = self._prediction(last.programs), seconds - exposed
         per_second = sum(tokens) / total if tokens else None
         square = None if last.square is None else float(last.square)
-        mine = Measured(self._comparison.me, busy, per_second, _peak_bytes(self._clock.device), square)
+        mine = Measured(self._comparison.me, busy, per_second, peak_bytes(self._clock.device), square)
         self._comparison.publish(last.number, mine)
         self._due = (
             MonitorRecord(
@@ -375,25 +361,3 @@ def _call(this: weakref.ref[Monitor], method: Callable[[Monitor], None], optimiz
 def _remove(handles: list[Any]) -> None:
     while handles:
         handles.pop().remove()
-
-
-def _on_host(value: Tensor) -> Tensor:
-    """Start to copy a scalar to the CPU; it is there when the device has reached a later mark."""
-    if value.device.type == "cpu":
-        return value.detach()
-    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
-
-
-def _tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    leaves = compat.pytree.tree_leaves((args, dict(kwargs)))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
-
-
-def _peak_bytes(device: torch.device) -> int | None:
-    """Return the most bytes that were held: resident ones of the process on the CPU, else torch's allocator's."""
-    if device.type == "cpu":
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return kilobytes if sys.platform == "darwin" else kilobytes * 1024
-    allocated = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-    return None if allocated is None else int(allocated(device))

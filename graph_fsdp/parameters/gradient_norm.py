@@ -38,9 +38,7 @@ def own_square(gradients: Sequence[Tensor], ranks: Sequence[int]) -> Tensor | No
             sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
             copies = math.prod(size for size, placement in sizes if placement.is_replicate())
         by_copies.setdefault(copies, []).append(compat.local_part(grad).detach())
-    squares = [
-        torch.nn.utils.get_total_norm(parts).float().square() / copies for copies, parts in by_copies.items()
-    ]
+    squares = [torch.nn.utils.get_total_norm(parts).float().square() / copies for copies, parts in by_copies.items()]
     return torch.stack(squares).sum() if squares else None
 
 

@@ -78,6 +78,18 @@ def profiled(t: Any) -> None:
     assert str(profile)
 
 
+def monitored(t: Any) -> None:
+    """Every step's collectives are timed, and its norm is computed; the host waits for the device nowhere in it."""
+    t.watch = graph_fsdp.monitor(t.model, every=1, line=False)
+
+
+def read_monitor(t: Any) -> None:
+    """The step before this one was read: by a later one, or once more than a step is under way."""
+    if (record := t.watch.last) is not None:
+        assert record.step_seconds > 0 and record.step == 1
+        assert (record.exposed_seconds is None) == (record.predicted_exposed_seconds is None)
+
+
 def custom(t: Any) -> None:
     t.model.set_custom_all_gather(CountingGather())
     t.model.set_custom_reduce_scatter(CountingReduction())
