@@ -38,10 +38,10 @@ class Comparison:
     ranks give this comparison and no other."""
 
     def __init__(self, ranks: Sequence[int], name: str) -> None:
-        self.ranks, self._shared = tuple(ranks), is_shared(ranks)
-        self.me = dist.get_rank() if self._shared else self.ranks[0]
+        self.ranks, self.is_shared = tuple(ranks), is_shared(ranks)
+        self.me = dist.get_rank() if self.is_shared else self.ranks[0]
         self.is_first = self.me == self.ranks[0]
-        self._store = compat.clone_store(compat.default_store()) if self._shared else None
+        self._store = compat.clone_store(compat.default_store()) if self.is_shared else None
         self._prefix = prefix_of(ranks, name)
         if self._store is not None and self.is_first:
             self._store.set(self._reader, "")

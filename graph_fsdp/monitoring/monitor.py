@@ -210,8 +210,8 @@ class Monitor:
             begin = self._clock.mark() if self._evaluated else self._end
             self._now, self._evaluated = Step(self._number, begin), False
             self._note_captures(self._now)  # of an evaluation
-            self._read()
             self._report_due()
+            self._read()
         count = self._tokens(args, kwargs) if unit == "" else None
         if count is not None:
             self._now.tokens = count + (self._now.tokens or 0)
@@ -312,6 +312,8 @@ class Monitor:
             ),
             mine,
         )
+        if not self._comparison.is_shared:
+            self._report_due()
 
     def _report_due(self, at_once: bool = False) -> None:
         """Report the record that waits for other ranks' measurements, if these are there, or ``at_once``."""

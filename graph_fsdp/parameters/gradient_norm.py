@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +30,20 @@ def own_square(gradients: Sequence[Tensor], ranks: Sequence[int]) -> Tensor | No
     """Return this rank's part of the squared 2-norm of all gradients: a scalar, float32, on their device; the sum over
     ``ranks``, those of the model's mesh, is the square. Nothing is communicated. What several ranks hold is divided by
     their number. None where gradients are on other ranks as well, or on fewer."""
-    by_copies: dict[int, list[Tensor]] = {}
+    together: dict[Any, list[Tensor]] = {}
     for grad in gradients:
+        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        together.setdefault(key, []).append(compat.local_part(grad).detach())
+    squares = []
+    for key, parts in together.items():
         copies = len(ranks)
-        if isinstance(grad, DTensor):
-            if set(grad.device_mesh.mesh.flatten().tolist()) != set(ranks):
+        if key is not None:
+            mesh, placements = key
+            if set(mesh.mesh.flatten().tolist()) != set(ranks):
                 return None
-            sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+            sizes = zip(mesh.shape, placements, strict=True)
             copies = math.prod(size for size, placement in sizes if placement.is_replicate())
-        by_copies.setdefault(copies, []).append(compat.local_part(grad).detach())
-    squares = [torch.nn.utils.get_total_norm(parts).float().square() / copies for copies, parts in by_copies.items()]
+        squares.append(torch.nn.utils.get_total_norm(parts).float().square() / copies)
     return torch.stack(squares).sum() if squares else None
 
 
