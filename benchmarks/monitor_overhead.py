@@ -4,7 +4,8 @@
 
 Trains the GPT of ``examples/gpt.py``, reports to a file, a port and a function, and adds up the time within the
 monitor's own functions: its hooks on steps, the marks around waits, records, the store, and what it reports to. A
-difference of steps with and without it would be lost in the noise of a step. Prints it for each rank.
+difference of steps with and without it would be lost in the noise of a step. ``--save`` writes what
+docs/running.md has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -29,6 +32,8 @@ from graph_fsdp.runtime.observe import Event, Observer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
+
+RESULTS = Path(__file__).parent / "results" / "monitor_overhead.json"
 
 
 class Spent:
@@ -106,21 +111,32 @@ def measure(layers: int, width: int, steps: int, every: int) -> tuple[float, flo
     return seconds / steps, within / steps
 
 
-def main(arguments: Sequence[str] | None = None) -> float:
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
+    """Return what each rank has measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--save", type=Path, default=None, help=f"where to write JSON, such as {RESULTS.name}")
     options = parser.parse_args(arguments)
     if own_group := "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     step, within = measure(options.layers, options.width, options.steps, options.every)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    print(f"rank {rank}: {within * 1e6:.0f} µs of a step of {step * 1e3:.1f} ms, {within / step:.3%}")
+    mine = {"microseconds": within * 1e6, "step milliseconds": step * 1e3, "share": within / step}
+    found: list[Any] = [mine]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for rank, values in enumerate(found):
+            print(f"rank {rank}: {', '.join(f'{name} {value:.4g}' for name, value in values.items())}")
+        if options.save is not None:
+            facts = {"torch": torch.__version__, "machine": platform.machine(), "every": options.every}
+            options.save.write_text(json.dumps({**facts, "ranks": found}, indent=1) + "\n")
     if own_group:
         dist.destroy_process_group()
-    return within / step
+    return found
 
 
 if __name__ == "__main__":

@@ -396,3 +396,9 @@ def test_host_places_are_all_of_a_step(capsys: pytest.CaptureFixture[str]) -> No
     assert sum(found.values()) == pytest.approx(1)
     assert "calls of the process group" in found
     assert "µs per layer" in capsys.readouterr().out
+
+
+def test_the_cost_of_a_monitor_is_a_part_of_the_step() -> None:
+    ((mine),) = benchmark("monitor_overhead").main(["--layers=1", "--width=16", "--steps=4", "--every=2"])
+    assert 0 < mine["microseconds"] < mine["step milliseconds"] * 1e3
+    assert mine["share"] == pytest.approx(mine["microseconds"] / mine["step milliseconds"] / 1e3)

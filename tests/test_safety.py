@@ -80,13 +80,15 @@ def test_only_programs_made_here_are_executed() -> None:
     assert executed == {"runtime/executor.py"}
 
 
-def test_no_source_opens_a_socket() -> None:
+def test_a_monitor_alone_opens_a_socket() -> None:
+    """On the port that it is given."""
     opened = [
         (file, name)
         for file, name, _ in calls()
-        if name.rpartition(".")[2] in ("socket", "listen", "TCPStore", "TCPServer", "HTTPServer", "create_server")
+        if name.rpartition(".")[2] in ("socket", "listen", "TCPStore", "create_server")
+        or name.endswith(("TCPServer", "HTTPServer"))
     ]
-    assert opened == []
+    assert opened == [("graph_fsdp/monitoring/outputs.py", "ThreadingHTTPServer")]
 
 
 # Files of an attacker
@@ -285,10 +287,22 @@ def test_a_listening_socket_would_be_found() -> None:
 def test_a_process_alone_listens_nowhere(tmp_path: Path) -> None:
     before = listening()
     model = graph_fsdp.compile(MLP(), backend="eager")
-    model(torch.ones(4, 16)).sum().backward()
+    with graph_fsdp.monitor(model, path=tmp_path / "metrics.prom"):
+        model(torch.ones(4, 16)).sum().backward()
     report = graph_fsdp.inspect(model)
     report.save(tmp_path / "report.html")
     save(tmp_path / "step_1", model)
+    assert listening() == before
+
+
+@linux
+def test_a_monitor_with_a_port_listens_to_this_machine_alone() -> None:
+    before = listening()
+    with graph_fsdp.monitor(graph_fsdp.compile(MLP(), backend="eager"), port=0) as watch:
+        assert watch.address is not None
+        (opened,) = listening() - before
+        address, _, port = opened.rpartition(":")
+        assert (address, int(port, 16)) == ("0100007F", watch.address[1])
     assert listening() == before
 
 
