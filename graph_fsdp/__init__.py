@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from graph_fsdp.api import compile as compile
     from graph_fsdp.checkpoint.export import export as export
     from graph_fsdp.checkpoint.export import receive as receive
+    from graph_fsdp.checkpoint.importing import import_ as import_
     from graph_fsdp.errors import AlreadyCompiledError as AlreadyCompiledError
     from graph_fsdp.errors import AlreadyShardedError as AlreadyShardedError
     from graph_fsdp.errors import BudgetError as BudgetError
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "api": ("compile",),
     "checkpoint.export": ("export", "receive"),
+    "checkpoint.importing": ("import_",),
     "errors": (
         "AlreadyCompiledError",
         "AlreadyShardedError",

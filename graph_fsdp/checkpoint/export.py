@@ -1,13 +1,14 @@
 """Hand out a model's whole tensors while it trains, bucket by bucket: to a serving engine, to a file, to an evaluation.
 
 Ranks gather the same buckets in the same order, whoever of them gets the tensors, and to the end: a rank that leaves
-its loop early gathers what is left, so that it cannot leave the others waiting.
+its loop early gathers what is left, so that it cannot leave the others waiting. One that raises is named on the others,
+which meet before each bucket (``together.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from graph_fsdp.checkpoint.full import compiled_model
+from graph_fsdp.checkpoint.together import groups_of, in_step, meet
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.mesh import DataParallelMesh
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
 
 Bucket = list[tuple[Tensor, list[str]]]  # one tensor, and all names that it has in the model
 
@@ -50,8 +55,10 @@ def export(
         TypeError, ValueError, UnsupportedError: an argument or the model does not fit; at the call, on every rank.
         RankDisagreement: ranks gave different arguments; likewise.
         ParameterChangedError: a parameter was written to since the call: an optimizer's step ran between two tensors.
+        RankFailure: another rank raised in it, or has died; on the CPU after ``agreement.PATIENCE_SECONDS`` at most.
     """
-    mesh = compiled_model(model)._graph_fsdp.storage.mesh
+    engine = compiled_model(model)._graph_fsdp
+    mesh = engine.storage.mesh
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):
         buckets = _buckets(model, dtype, max_bytes)
@@ -60,7 +67,7 @@ def export(
         facts += [f"export(dtype={dtype}, max_bytes={max_bytes}, rank={rank})", *named]
     member = isinstance(group, dist.ProcessGroup)
     mine = rank is None or not dist.is_initialized() or dist.get_rank() == rank
-    return _exported(buckets, dtype, mine, group if member else None)
+    return _exported(engine, buckets, dtype, mine, group if member else None)
 
 
 def receive(
@@ -124,19 +131,19 @@ def _check_receivers(mesh: DataParallelMesh | None, rank: int | None) -> None:
 
 
 def _exported(
-    buckets: Sequence[Bucket], dtype: torch.dtype | None, mine: bool, group: dist.ProcessGroup | None
+    engine: Engine, buckets: Sequence[Bucket], dtype: torch.dtype | None, mine: bool, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
     versions = {tensor: tensor._version for bucket in buckets for tensor, _ in bucket}
     left, end = iter(buckets), None
     try:
         for bucket in left:
-            whole = _gathered(bucket, dtype, versions, group)
+            whole = _gathered(engine, bucket, dtype, versions, group)
             for (_, names), tensor in zip(bucket, whole, strict=True) if mine else ():
                 yield from ((name, tensor) for name in names)
             del whole
     except GeneratorExit:
         for bucket in left:
-            _gathered(bucket, dtype, versions, group)
+            _gathered(engine, bucket, dtype, versions, group)
         raise
     except Exception as error:
         end = f"{type(error).__name__}: {error}"
@@ -148,34 +155,44 @@ def _exported(
 
 @torch.no_grad()
 def _gathered(
-    bucket: Bucket, dtype: torch.dtype | None, versions: dict[Tensor, int], group: dist.ProcessGroup | None
+    engine: Engine,
+    bucket: Bucket,
+    dtype: torch.dtype | None,
+    versions: dict[Tensor, int],
+    group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
     """Gather a bucket's tensors, all under way at once, and send them to ``group``."""
-    started: list[Any] = []
-    for tensor, names in bucket:
-        if tensor._version != versions[tensor]:
-            raise ParameterChangedError(
-                f"{names[0]!r} was written to while export() gave out the model, whose tensors would be of two steps; "
-                "take all of them before the optimizer's step"
-            )
-        value: Any = tensor.data  # a parameter's: a plain tensor or DTensor
-        if dtype is not None and value.is_floating_point():
-            value = value.to(dtype)
-        if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            if value.device.type != mesh.device_type:  # offloaded
-                value = value.to(mesh.device_type)
-            value = value.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True)
-        started.append(value)
-    local: list[Any] = [value.to_local() if isinstance(value, DTensor) else value for value in started]
-    # torch's AsyncCollectiveTensor is none of its public names.
-    whole: list[Tensor] = [value if type(value) is Tensor else value.wait() for value in local]
-    if group is not None:
-        described = [(names, tensor.shape, tensor.dtype) for (_, names), tensor in zip(bucket, whole, strict=True)]
-        _announced(described, group, dist.get_rank())
-        for tensor in whole:
-            dist.broadcast(tensor.contiguous(), dist.get_rank(), group)
+    with in_step(engine, "export()", [names[0] for _, names in bucket]):
+        for tensor, names in bucket:
+            if tensor._version != versions[tensor]:
+                raise ParameterChangedError(
+                    f"{names[0]!r} was written to while export() gave out the model, whose tensors would be of two "
+                    "steps; take all of them before the optimizer's step"
+                )
+        meet(groups_of(tensor for tensor, _ in bucket), engine.storage.device)
+        started = [_start(tensor, dtype) for tensor, _ in bucket]
+        local: list[Any] = [value.to_local() if isinstance(value, DTensor) else value for value in started]
+        # torch's AsyncCollectiveTensor is none of its public names.
+        whole: list[Tensor] = [value if type(value) is Tensor else value.wait() for value in local]
+        if group is not None:
+            described = [(names, tensor.shape, tensor.dtype) for (_, names), tensor in zip(bucket, whole, strict=True)]
+            _announced(described, group, dist.get_rank())
+            for tensor in whole:
+                dist.broadcast(tensor.contiguous(), dist.get_rank(), group)
     return whole
+
+
+def _start(tensor: Tensor, dtype: torch.dtype | None) -> Any:
+    """Start to gather a tensor, cast to ``dtype`` if it is floating-point."""
+    value: Any = tensor.data  # a parameter's: a plain tensor or DTensor
+    if dtype is not None and value.is_floating_point():
+        value = value.to(dtype)
+    if isinstance(value, DTensor):
+        mesh = value.device_mesh
+        if value.device.type != mesh.device_type:  # offloaded
+            value = value.to(mesh.device_type)
+        value = value.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True)
+    return value
 
 
 def _announced(described: Any, group: dist.ProcessGroup, src: int) -> Any:

@@ -21,7 +21,7 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float, norm_type: floa
     parts = [compat.local_part(grad).detach() for grad in gradients]
     if not parts:
         return torch.tensor(0.0)
-    norm = _total_norm(parts, [_groups_of(grad) for grad in gradients], norm_type)
+    norm = _total_norm(parts, [groups_sharding(grad) for grad in gradients], norm_type)
     compat.foreach_mul(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -65,9 +65,9 @@ def _total_norm(parts: Sequence[Tensor], groups: Sequence[tuple[str, ...]], norm
     return totals.max() if largest else totals.sum() ** (1.0 / norm_type)
 
 
-def _groups_of(grad: Tensor) -> tuple[str, ...]:
-    """Return the groups of ranks over which a gradient is sharded, by their names."""
-    if not isinstance(grad, DTensor):
+def groups_sharding(tensor: Tensor) -> tuple[str, ...]:
+    """Return the groups of ranks over which a tensor is sharded, by their names."""
+    if not isinstance(tensor, DTensor):
         return ()
-    dims = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
-    return tuple(grad.device_mesh.get_group(dim).group_name for dim in dims if grad.device_mesh.size(dim) > 1)
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tuple(tensor.device_mesh.get_group(dim).group_name for dim in dims if tensor.device_mesh.size(dim) > 1)

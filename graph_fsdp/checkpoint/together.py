@@ -1,0 +1,44 @@
+"""Ranks go through an export or an import together, part by part, and none waits for one that has raised.
+
+Each part is begun as a program is: ranks that do something else there get a ``RankDisagreement``, and a rank that
+raises says so in the store. Before the collectives of a part, which torch waits for without looking there, ranks meet
+in one that is waited for as a program's are: it does not end where another rank has raised, and then the others raise a
+``RankFailure`` that names it. It is the only one that a missing rank can keep waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graph_fsdp import compat
+from graph_fsdp.parameters.gradient_norm import groups_sharding
+from graph_fsdp.runtime.ranks import lockstep
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
+
+
+@contextlib.contextmanager
+def in_step(engine: Engine, call: str, what: Sequence[str]) -> Iterator[None]:
+    """Begin a part of ``call``, about the tensors ``what``, when all ranks are about to, and tell them if it raises."""
+    engine.schedules.begin(call, "call", what)
+    with engine.schedules.telling():
+        yield
+
+
+def groups_of(tensors: Iterable[Tensor]) -> list[str]:
+    """Return the names of the process groups that shard some tensors, in an order that all ranks have."""
+    return list(dict.fromkeys(name for tensor in tensors for name in groups_sharding(tensor)))
+
+
+def meet(groups: Iterable[str], device: torch.device) -> None:
+    """Wait until all ranks of each group have come here."""
+    for name in groups:
+        work = dist.all_reduce(torch.zeros(1, device=device), group=compat.resolve_group(name), async_op=True)
+        lockstep.finish(work, device)
