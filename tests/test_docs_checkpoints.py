@@ -19,7 +19,7 @@ def test_code_of_the_page_prints_what_stands_there() -> None:
     outputs = printed(found, PAGE)
     if os.environ.get("EXPECTTEST_ACCEPT"):
         accept(found, outputs, PAGE)
-    assert len(found) == 3
+    assert len(found) == 4
     assert outputs == [example.expected for example in examples(PAGE.read_text())]
 
 

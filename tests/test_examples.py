@@ -28,6 +28,7 @@ import digits  # noqa: E402
 import llama_lora  # noqa: E402
 import moe_gpt  # noqa: E402
 import pipeline_gpt  # noqa: E402
+import policy_gradient  # noqa: E402
 import resnet  # noqa: E402
 import vit  # noqa: E402
 from ranks import Ranks, launched  # noqa: E402
@@ -82,6 +83,20 @@ def test_a_pipeline_on_four_ranks_has_the_losses_of_one_process() -> None:
     for schedule in ("1F1B", "Interleaved1F1B", *in_v):
         for losses in run_ranks(pipeline_gpt.run, 4, [*STAGES, "--schedule", schedule], backend=None):
             assert losses == pytest.approx(alone, abs=1e-4)
+
+
+POLICY = ["--backend", "eager", "--device", "cpu", "--iterations", "16"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_policy_is_rewarded_more_by_what_another_process_generates_with_its_weights(world: int) -> None:
+    alone = policy_gradient.run(POLICY)
+    of_ranks = run_ranks(policy_gradient.run, world, POLICY, backend=None)
+    assert all(rewards == of_ranks[0] for rewards in of_ranks)
+    assert of_ranks[0][0] == alone[0], "the same weights, sent"
+    # Half of the tokens are even at first. How fast that grows depends on how the processor rounds, as samples do.
+    assert min(alone[-1], of_ranks[0][-1]) > 0.8 > 0.65 > alone[0]
 
 
 # The short forms, under what torchrun sets

@@ -183,7 +183,8 @@ class _Written:
     def failed(self, error: Exception) -> Exception:
         """Return what to raise for an error: with what was written before it, as a CheckpointError if it is of another
         kind."""
-        text = str(error) if isinstance(error, (CheckpointError, TypeError)) else f"{type(error).__name__}: {error}"
+        known = isinstance(error, (CheckpointError, TypeError))
+        text = (str(error) if known else f"{type(error).__name__}: {error}").rstrip(". ")
         if self.names:
             text += (
                 f"; {len(self.names)} tensors were written before it, {self.names[0]!r} to {self.names[-1]!r}: import "
@@ -233,7 +234,7 @@ def _write_sent(
                     own = error
             problem = None if own is None else f"{type(own).__name__}: {own}"
             meet([name for name, _ in lines], device)
-            described = [[(name, t.shape, t.dtype) for name, t in bucket], problem]
+            described: list[Any] = [[(name, t.shape, t.dtype) for name, t in bucket], problem]
             for name, source in lines:
                 dist.broadcast_object_list(described, source, compat.resolve_group(name))
             if problem is None and described[1] is None:
@@ -291,7 +292,7 @@ def _lines(mesh: DataParallelMesh, rank: int) -> list[tuple[str, int]]:
     ranks, here = mesh.mesh.mesh, mesh.mesh.get_coordinate()
     assert here is not None
     there = (ranks == rank).nonzero()[0].tolist()
-    found = []
+    found: list[tuple[str, int]] = []
     for dim in reversed(range(mesh.mesh.ndim)):
         if all(here[other] == there[other] for other in range(dim)) and mesh.mesh.size(dim) > 1:
             source = [*there[: dim + 1], *here[dim + 1 :]]
