@@ -39,6 +39,9 @@ for command in ([], ["plan"], ["report"], ["consolidate"], ["inspect-checkpoint"
             except SystemExit as end:
                 assert end.code == status, (command, arguments, end.code)
         assert "usage: graph-fsdp" in written.getvalue()
+with contextlib.redirect_stdout(written):
+    assert main([]) == 0
+assert "graph-fsdp plan config.json" in written.getvalue()
 print("torch" in sys.modules, "graph_fsdp.passes" in sys.modules)
 """
     assert run(program).split() == ["False", "False"]

@@ -127,6 +127,17 @@ def test_the_command_prints_a_report(report: GraphReport, file: Path, capsys: py
     assert capsys.readouterr().out == f"{report}\n"
 
 
+def test_the_command_follows_a_parameter(report: GraphReport, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "blocks.0.up.weight"
+    assert main(["report", str(file), "--find", name]) == 0
+    printed, life = capsys.readouterr().out.splitlines(), report.find(name)
+    assert printed[0] == life.about and "forward" in printed and "backward" in printed
+    events = [line.split()[:2] for line in printed if line.startswith("  ")]
+    assert events == [[str(event.position), event.kind] for event in life.events]
+    assert main(["report", str(file), "--find", "blocks.0.up.wieght"]) == 2
+    assert "no sharded parameter 'blocks.0.up.wieght'; did you mean 'blocks.0.up.weight'" in capsys.readouterr().err
+
+
 def test_the_command_prints_what_a_pass_made(
     report: GraphReport, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

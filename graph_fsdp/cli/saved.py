@@ -18,6 +18,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE.html", help="save it as a page for a browser, and print nothing")
     parser.add_argument("--diff", metavar="PASS", help="print what a pass changed, and nothing else")
     parser.add_argument("--code", metavar="PASS", help="print the graphs after a pass, and nothing else")
+    parser.add_argument("--find", metavar="PARAMETER", help="print where a parameter is gathered, used and freed")
     parser.set_defaults(run=_report)
 
 
@@ -60,6 +61,11 @@ def _report(chosen: argparse.Namespace) -> None:
     report = load_report(chosen.file)
     if chosen.html:
         report.save(chosen.html)
+    elif chosen.find:
+        try:
+            print(report.find(chosen.find))
+        except KeyError as error:
+            raise ValueError(error.args[0]) from error
     elif chosen.diff or chosen.code:
         name = chosen.diff or chosen.code
         graphs = [(c["index"], graph) for c in report.data["captures"] for graph in c["graphs"]]

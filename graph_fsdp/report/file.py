@@ -18,6 +18,7 @@ import torch
 from rich.console import RenderableType
 
 from graph_fsdp.report.data import Data, stage_diff, stage_texts
+from graph_fsdp.report.provenance import not_there
 from graph_fsdp.report.text import Printed, report_parts
 
 FORMAT = "graph_fsdp.GraphReport"
@@ -67,6 +68,24 @@ class SavedReport(Printed):
         """
         texts = self.stages(phase, capture)
         return stage_diff(phase, list(texts), stage, texts.__getitem__)
+
+    def find(self, parameter: str) -> str:
+        """Follow one parameter, as :meth:`GraphReport.find` does, in the graphs that the page draws; as text.
+
+        Raises:
+            KeyError: the model had no sharded parameter of this name, or nothing was drawn; says which names are like
+                it.
+        """
+        if parameter not in self.data["lives"]:
+            raise KeyError(not_there(parameter, self.data["lives"]))
+        about, events = self.data["lives"][parameter]
+        lines, before = [about], None
+        width = max((len(kind) for _, _, kind, _ in events), default=0)
+        for phase, position, kind, source in events:
+            lines += ["", phase] if phase != before else []
+            lines.append(f"  {position:>6}  {kind:<{width}}  {source}".rstrip())
+            before = phase
+        return "\n".join(lines)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the report to a file, as ``.html`` or ``.json`` by the suffix of ``path``.

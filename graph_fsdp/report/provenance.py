@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
 import re
@@ -125,6 +126,13 @@ class ParameterLife:
                 source = f"  {event.source}" if event.source is not None else ""
                 lines += [f"  {event.position:>6}  {event.kind:<{width}}  {event.node:<{names}}{source}".rstrip()]
         return "\n".join(lines)
+
+
+def not_there(parameter: str, known: Iterable[str]) -> str:
+    """Say that a report has no such parameter, and which of those it has are like it."""
+    close = difflib.get_close_matches(parameter, list(known), n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
+    return f"name: the model has no sharded parameter {parameter!r}{hint} (a tied one has its first name)"
 
 
 def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None = None) -> dict[str, ParameterLife]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -31,7 +30,7 @@ from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
 from graph_fsdp.report import text as report_text
 from graph_fsdp.report.data import BucketRow, bucket_rows, graph_data, report_data, stage_diff
 from graph_fsdp.report.file import SavedReport, write_text
-from graph_fsdp.report.provenance import ParameterLife, lives
+from graph_fsdp.report.provenance import ParameterLife, lives, not_there
 from graph_fsdp.report.trace_events import ScheduledGraph, predicted_trace
 from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
@@ -227,11 +226,7 @@ class GraphReport(report_text.Printed):
             KeyError: the model has no sharded parameter of this name; says which names are like it.
         """
         if parameter not in self.spec.parameters:
-            close = difflib.get_close_matches(parameter, self.spec.parameters, n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
-            raise KeyError(
-                f"name: the model has no sharded parameter {parameter!r}{hint} (a tied one has its first name)"
-            )
+            raise KeyError(not_there(parameter, self.spec.parameters))
         latest = {phase: (c.index, view.graph) for c in self.graphs for phase, view in c.views.items() if view.graph}
         return lives(self.spec, latest.values(), only=parameter)[parameter]
 

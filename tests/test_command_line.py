@@ -1,0 +1,40 @@
+"""``graph-fsdp`` without arguments: what can be done, with an example of each."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+import graph_fsdp
+from graph_fsdp.cli import plan, saved
+from graph_fsdp.cli.main import EXAMPLES, IN_PYTHON, main
+
+COMMANDS = [example for examples in EXAMPLES.values() for example in examples.values()]
+
+
+def test_it_lists_an_example_of_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(example in printed for example in [*COMMANDS, *IN_PYTHON.values()])
+    assert max(map(len, printed.splitlines())) <= 120
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    named = set(re.findall(r"^    ([a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert named == {shlex.split(command)[1] for command in COMMANDS}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_example_is_one_that_the_program_takes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, name, *arguments = shlex.split(command)
+    ran = []
+    for module, run in ((plan, "_run"), (saved, "_report"), (saved, "_inspect_checkpoint"), (saved, "_consolidate")):
+        monkeypatch.setattr(module, run, ran.append)
+    assert program == "graph-fsdp" and main([name, *arguments]) == 0 and len(ran) == 1
+
+
+def test_examples_in_python_call_what_there_is() -> None:
+    for example in IN_PYTHON.values():
+        compile(example, "<example>", "exec")
+        assert all(hasattr(graph_fsdp, name) for name in re.findall(r"graph_fsdp\.(\w+)", example))
