@@ -395,6 +395,20 @@ def test_bad_input(make_model: Callable[..., nn.Module]) -> None:
     with pytest.raises(UnsupportedError, match=r"step\(\) of this SGD was replaced on the object"):
         give(scheduled)
     assert type(scheduled) is optim.SGD
+    for flag in ("in_backward", "offload_state"):
+        with pytest.raises(TypeError, match=f"{flag} must be True or False, got 1"):
+            give(optim.SGD(model.parameters()), **{flag: 1})  # type: ignore[arg-type]
+    for made, options, text in (
+        (optim.AdamW, {}, "the parameters are on the CPU, and so is the optimizer's state"),
+        (optim.AdamW, {"in_backward": True}, "in_backward=True frees gradients on the device"),
+        (NotElementWise, {"element_wise": True}, "NotElementWise is none of torch's"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"offload_state=True.*{text}"):
+            give(made(model.parameters()), offload_state=True, **options)  # type: ignore[abstract, arg-type]
+    fused = optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(UnsupportedError, match="offload_state=True: the optimizer has fused=True"):
+        give(fused, offload_state=True)
+    assert type(fused) is optim.AdamW
     distributed = give(optim.SGD(model.parameters()))
     with pytest.raises(UnsupportedError, match=r"given to distribute_optimizer already"):
         give(distributed)

@@ -231,6 +231,10 @@ def test_conditions_and_what_the_optimizer_does_lengthen_the_step() -> None:
     assert planned(straggler=1.5).optimizer_seconds == pytest.approx(1.5 * plain.optimizer_seconds)
     assert planned(straggler=1.5).step_seconds > plain.step_seconds
     assert planned(optimizer="adamw_foreach").optimizer_seconds == pytest.approx(20 / 7 * plain.optimizer_seconds)
+    on_cpu = planned(optimizer="adamw_on_cpu")
+    trained = plain.memory["optimizer"] / 2
+    assert on_cpu.optimizer_seconds == pytest.approx(2 * trained / plain.hardware.host.bandwidth)
+    assert on_cpu.peak_nbytes == plain.peak_nbytes - plain.memory["optimizer"]
     assert planned(clip_gradients=True).optimizer_seconds == pytest.approx(10 / 7 * plain.optimizer_seconds)
     made = planned(contention=True)
     assert made.summary()["conditions"] == {"straggler": 1.0, "contention": True}

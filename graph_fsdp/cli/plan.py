@@ -46,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--reshard", choices=_RESHARD, default="default", help="after forward: true is ZeRO-3, false ZeRO-2"
     )
     parser.add_argument("--checkpointing", choices=_CHECKPOINTING, default="none", help="of activations")
-    optimizers = ("adamw", "adamw_foreach", "sgd", "momentum", "none")
+    optimizers = ("adamw", "adamw_foreach", "adamw_on_cpu", "sgd", "momentum", "none")
     parser.add_argument("--optimizer", choices=optimizers, default="adamw")
     parser.add_argument(
         "--expandable-segments", action="store_true", help="of torch's allocator, which says what is reserved"

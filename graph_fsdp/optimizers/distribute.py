@@ -12,6 +12,7 @@ import torch
 from torch import optim
 
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.optimizers.host_state import HostState
 from graph_fsdp.optimizers.in_backward import InBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
 from graph_fsdp.optimizers.slices import Slices, unshared
@@ -29,6 +30,7 @@ def distribute_optimizer(
     optimizer: Kind,
     *,
     in_backward: bool = False,
+    offload_state: bool = False,
     element_wise: bool | None = None,
     matrix_wise: MatrixRule | None = None,
 ) -> Kind:
@@ -49,6 +51,10 @@ def distribute_optimizer(
             nevertheless. Scalars, and parameters whose gradient a loss may leave out, are stepped by ``step()``. Hooks
             on parameters do not run, and hooks on the optimizer run in ``step()``. What needs all gradients at once is
             refused: clipping by their norm (torch's own finds no gradients), ``GradScaler``, accumulation.
+        offload_state: the optimizer's state is kept on the CPU, where parameters are stepped, while others are copied
+            there and back; parameters and gradients stay on the device. For torch's element-wise classes, without
+            ``fused``, ``capturable`` and ``differentiable``. Pinned memory of the CPU has as many bytes as this rank's
+            shards, twice.
         element_wise: True declares that an optimizer of another class treats each element by itself, as Lion does: what
             ``step`` computes of an element depends on that element of the parameter, its gradient and its state, and on
             values of the group or of the whole state, such as a number of steps.
@@ -64,6 +70,9 @@ def distribute_optimizer(
             available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
+    for flag, value in (("in_backward", in_backward), ("offload_state", offload_state)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{flag} must be True or False, got {value!r}")
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, and is a {type(optimizer).__name__}")
     name = type(optimizer).__name__
@@ -90,10 +99,17 @@ def distribute_optimizer(
         raise UnsupportedError(
             f"in_backward=True: {name} needs whole matrices, and steps all of them at once; leave in_backward out"
         )
+    if offload_state and (in_backward or type(optimizer) not in ELEMENT_WISE):
+        what = "in_backward=True frees gradients on the device" if in_backward else f"{name} is none of torch's"
+        raise UnsupportedError(
+            f"offload_state=True is for element-wise optimizers of torch, stepped by step(), and {what}; leave it out"
+        )
     own_step = _own_step(type(optimizer))
     stepper: Slices | Owners | InBackward
     if in_backward:
         stepper = InBackward(optimizer, own_step)
+    elif offload_state:
+        stepper = HostState(optimizer)
     else:
         stepper = Slices(optimizer) if rule is None else Owners(optimizer, rule)
     vars(optimizer)["_graph_fsdp_stepper"] = stepper

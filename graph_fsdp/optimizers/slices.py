@@ -41,7 +41,7 @@ def unshared(state: Any) -> Any:
 
 
 @dataclass(eq=False)
-class _Slice:
+class Slice:
     """One parameter, and where its shard lies in a buffer: elements ``begin`` to ``end``, padding included."""
 
     p: nn.Parameter
@@ -50,7 +50,7 @@ class _Slice:
     begin: int
     end: int
 
-    def touches(self, other: _Slice) -> bool:
+    def touches(self, other: Slice) -> bool:
         """Say whether this small shard comes right behind another small one."""
         small = self.local.nbytes <= SMALL and other.local.nbytes <= SMALL
         return small and self.buffer is other.buffer and self.begin == other.end
@@ -65,10 +65,10 @@ class _Slice:
         return compat.make_dtensor(local, self.p) if isinstance(self.p, DTensor) else local
 
 
-class _Run:
+class Run:
     """Neighbours that are stepped as one parameter, without padding where it is only one."""
 
-    def __init__(self, members: Sequence[_Slice]) -> None:
+    def __init__(self, members: Sequence[Slice]) -> None:
         self.members, (first, *others) = list(members), members
         self.parameters = [m.p for m in members]
         self.ids = frozenset(map(id, self.parameters))
@@ -87,13 +87,16 @@ class _Run:
         self.clear_gradient()
 
     def set_gradient(self, gradients: Sequence[Tensor]) -> None:
-        if self._packed is not None:
-            self._packed.untyped_storage().resize_(self._packed.nbytes)
-            self._packed.zero_()  # padding, too
-            compat.foreach_copy(self._parts, gradients)
-            self.param.grad = self._packed
-        else:
-            self.param.grad = gradients[0].view(self.param.shape)
+        self.param.grad = self.joined(gradients)
+
+    def joined(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the gradients of all members as one tensor."""
+        if self._packed is None:
+            return gradients[0].view(self.param.shape)
+        self._packed.untyped_storage().resize_(self._packed.nbytes)
+        self._packed.zero_()  # padding, too
+        compat.foreach_copy(self._parts, gradients)
+        return self._packed
 
     def clear_gradient(self) -> None:
         self.param.grad = None
@@ -143,11 +146,13 @@ def _is_like(value: Any, p: Tensor) -> bool:
 class Slices:
     """Knows where an optimizer's parameters lie in the shard storage, and which are stepped as one."""
 
+    make_run: Callable[[Sequence[Slice]], Run] = Run
+
     def __init__(self, optimizer: optim.Optimizer) -> None:
-        self._slices: dict[int, _Slice] = {}  # by the id of the parameter, which is in it
+        self._slices: dict[int, Slice] = {}  # by the id of the parameter, which is in it
         # By a group's ``fused`` and the ids of its parameters.
-        self._neighbours: dict[tuple[int, ...], tuple[list[list[_Slice]], list[Tensor]]] = {}
-        self._runs: dict[int, _Run] = {}  # the run that a parameter was last in
+        self._neighbours: dict[tuple[int, ...], tuple[list[list[Slice]], list[Tensor]]] = {}
+        self._runs: dict[int, Run] = {}  # the run that a parameter was last in
         self._find([p for group in optimizer.param_groups for p in group["params"]])
         if not self._slices:
             raise ValueError(NOT_COMPILED)
@@ -164,9 +169,7 @@ class Slices:
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
         try:
             optimizer.state = others
-            for group, members, in_group in zip(groups, params, runs, strict=True):
-                group["params"] = [run.param for run in in_group] + [p for p in members if id(p) not in inside]
-            own_step()
+            self.step_runs(groups, runs, [[p for p in members if id(p) not in inside] for members in params], own_step)
         finally:
             optimizer.state = state
             for group, members, in_group in zip(groups, params, runs, strict=True):
@@ -178,11 +181,23 @@ class Slices:
                     increment_version(run.parameters)
             state.update(others)
 
-    def _runs_of(self, group: dict[str, Any], state: Any) -> list[_Run]:
+    def step_runs(
+        self,
+        groups: Sequence[dict[str, Any]],
+        runs: Sequence[Sequence[Run]],
+        others: Sequence[list[Tensor]],
+        own_step: Callable[[], Any],
+    ) -> None:
+        """Step each group's runs and other parameters, all at once."""
+        for group, in_group, members in zip(groups, runs, others, strict=True):
+            group["params"] = [run.param for run in in_group] + members
+        own_step()
+
+    def _runs_of(self, group: dict[str, Any], state: Any) -> list[Run]:
         """Return the runs of a group's parameters that have gradients, which the runs are given. There are none where a
         DTensor is not in one: torch's kernels for many tensors do not take it beside plain ones."""
         neighbours, others = self._neighbours_of(group["params"], bool(group.get("fused")))
-        found: list[_Run] = []
+        found: list[Run] = []
         for members in neighbours:
             given = compat.parts_of_gradients([(m.p, m.local) for m in members])
             gradients, trained = [gradient for gradient in given if gradient is not None], members.copy()
@@ -203,7 +218,7 @@ class Slices:
             return []
         return found
 
-    def _make_run(self, members: Sequence[_Slice], state: Any) -> _Run:
+    def _make_run(self, members: Sequence[Slice], state: Any) -> Run:
         """Make a run of the first of ``members`` and what follows it without a gap and agrees with it."""
         states = [state.get(m.p, {}) for m in members]
         shared = _shared(states[0], members[0].p)
@@ -212,19 +227,19 @@ class Slices:
             if m.begin != before.end or _shared(values, m.p) != shared:
                 break
             count += 1
-        run = _Run(members[:count])
+        run = self.make_run(members[:count])
         run.take(states[:count])
         self._runs.update((id(m.p), run) for m in run.members)
         return run
 
-    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[_Slice]], list[Tensor]]:
+    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[Slice]], list[Tensor]]:
         """Return a group's shards in the order in which they lie, large ones alone and small ones with what they touch,
         and its other parameters."""
         key = (fused, *map(id, params))
         if key not in self._neighbours:
             self._find(params)
             held = [self._slices[id(p)] for p in params if id(p) in self._slices]
-            found: list[list[_Slice]] = []
+            found: list[list[Slice]] = []
             for m in sorted(held, key=lambda m: (m.buffer.data_ptr(), m.begin)):
                 if found and m.touches(found[-1][-1]) and not (fused and m.buffer.is_cpu):
                     found[-1].append(m)
@@ -244,7 +259,7 @@ class Slices:
                     begin = int(p.input.storage_offset())
                     end = begin + aligned(p.spec.shard_numel, p.spec.dtype)
                     buffer = buffers[p.input.untyped_storage().data_ptr()]
-                    self._slices[id(p.shard)] = _Slice(p.shard, local, buffer, begin, end)
+                    self._slices[id(p.shard)] = Slice(p.shard, local, buffer, begin, end)
 
 
 def _shared(state: dict[str, Any], p: Tensor) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.tracing import Traced, find_dimensions, trace
 from graph_fsdp.report.report import GraphReport
 
-Optimizer = Literal["adamw", "adamw_foreach", "sgd", "momentum", None]
+Optimizer = Literal["adamw", "adamw_foreach", "adamw_on_cpu", "sgd", "momentum", None]
 
 # Optimizer → (values kept per parameter; reads and writes of a value per parameter in a step: all are read, and all but
 # the gradient written; values allocated in a step). "foreach" runs kernels one after the other over all parameters, as
@@ -32,7 +32,9 @@ _OPTIMIZERS: dict[Optimizer, tuple[int, int, int]] = {
     "momentum": (1, 5, 0),
     "adamw": (2, 7, 0),
     "adamw_foreach": (2, 20, 1),
+    "adamw_on_cpu": (0, 0, 0),
 }
+_TO_THE_CPU = 2  # gradients and parameters are copied there, and parameters back at the same time
 _CLIPPING = 3  # gradients are read for their norm, read and written for the factor
 _GRADIENT_PASSES = 3  # backward multiplies twice where forward multiplies once
 
@@ -101,7 +103,8 @@ class Plan(GraphReport):
         _, traffic, _ = _OPTIMIZERS[self.optimizer]
         traffic += _CLIPPING * self.clips_gradients
         sustained = self.hardware.memory_bandwidth * self.hardware.memory_efficiency / self.conditions.straggler
-        return traffic * self._trained_nbytes / sustained
+        over_link = _TO_THE_CPU * self._trained_nbytes / self.hardware.host.bandwidth
+        return traffic * self._trained_nbytes / sustained + (over_link if self.optimizer == "adamw_on_cpu" else 0.0)
 
     @property
     def step_seconds(self) -> float:
@@ -233,8 +236,8 @@ def plan(
         finalization: plan a microbatch, which keeps its gradients; see :func:`graph_fsdp.planning.trace`.
         hardware: of every rank: a name of ``graph_fsdp.passes.HARDWARE``, or a description.
         loss: computes the loss of the model's outputs; None if the model computes it.
-        optimizer: whose state and time count: "adamw" (fused), "adamw_foreach", "sgd", "momentum" (SGD with it), None
-            for none.
+        optimizer: whose state and time count: "adamw" (fused), "adamw_foreach", "adamw_on_cpu" (``offload_state=True``:
+            its copies count, and not what the CPU computes), "sgd", "momentum" (SGD with it), None for none.
         clip_gradients: whether gradients are clipped by their norm, before the optimizer.
         expandable_segments: whether the allocator has them, as by ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         straggler: how many times slower than the others one rank computes.

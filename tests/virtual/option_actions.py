@@ -139,6 +139,11 @@ def interrupted(t: Any) -> None:
     unit.set_all_reduce_hook(None)
 
 
+def state_on_the_host(t: Any) -> None:
+    """The optimizer's state is on the CPU, and its step is bit for bit that of the device."""
+    t.optimizer = graph_fsdp.distribute_optimizer(t.optimizer, offload_state=t.device != "cpu")
+
+
 def optimized_beside(t: Any) -> None:
     """The optimizer runs on a stream of its own, and the next forward waits for it."""
     if t.device == "cpu":

@@ -201,7 +201,26 @@ ACTIVATIONS: dict[str, Mutant] = {
     ),
 }
 
+HOST_RUN = "optimizers.host_state:HostRun"
+
 OTHERS: dict[tuple[str, ...], dict[str, Mutant]] = {
+    ("state offload",): {
+        "the host does not wait for gradients": wrong(
+            "aten.copy_, aten.copy_; NaN", f"{HOST_RUN}.wait", "self._comes.synchronize()", "pass"
+        ),
+        "gradients are copied at once": wrong(
+            "aten.zero_, aten.copy_",
+            f"{HOST_RUN}.set_gradient",
+            "stream.wait_stream(torch.accelerator.current_stream(self._shards.device))",
+            "pass",
+        ),
+        "parameters are used before they are back": wrong(
+            "aten.copy_, all_gather",
+            "optimizers.host_state:HostState.step_runs",
+            "torch.accelerator.current_stream().wait_event(back)",
+            "pass",
+        ),
+    },
     ("bf16",): {
         "a shard is cast behind the start of its gather": wrong(
             "all_gather, aten._foreach_copy_; NaN",
