@@ -15,6 +15,7 @@ from facts import Facts, Failures, check
 from models import MLP
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graph_fsdp
 from graph_fsdp import MonitorRecord, compat
@@ -82,6 +83,24 @@ def the_norm_of_replicas_and_of_ignored_parameters_counts_each_once() -> None:
             optimizer.zero_grad()
     if dist.get_rank() == 0:
         assert ones[0]["graph_fsdp/gradient_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@FACTS
+def of_tensor_parallel_ranks_the_first_one_reports() -> None:
+    mesh, model, records = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), MLP(), list[MonitorRecord]()
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    leaves = ((name, styles.get(name.rpartition(".")[2])) for name, _ in model.named_modules())
+    parallelize_module(model, mesh["tp"], {name: style for name, style in leaves if style is not None})
+    compiled: Any = graph_fsdp.compile(model, mesh["dp"], backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.0)
+    with graph_fsdp.monitor(compiled, line=False, every=1, to=lambda *_: records.append(watch.last)) as watch:
+        for _ in range(2):
+            compiled(torch.ones(2, 16)).sum().backward()
+            norm = float(compiled.clip_grad_norm_(1e9))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(records) == (2 if dist.get_rank() == 0 else 0)
+    assert all(record.gradient_norm == pytest.approx(norm) for record in records)
 
 
 @FACTS

@@ -88,7 +88,7 @@ def test_a_monitor_alone_opens_a_socket() -> None:
         if name.rpartition(".")[2] in ("socket", "listen", "TCPStore", "create_server")
         or name.endswith(("TCPServer", "HTTPServer"))
     ]
-    assert opened == [("graph_fsdp/monitoring/outputs.py", "ThreadingHTTPServer")]
+    assert opened == [("graph_fsdp/monitoring/outputs.py", "MetricsHTTPServer")]
 
 
 # Files of an attacker

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -62,8 +63,9 @@ def monitor(
     recompilations and their causes, the slowest rank, the norm of the gradients (:class:`MonitorRecord`).
 
     Steps end where an optimizer of torch's, or a class derived from it, has stepped with parameters of the model. All
-    ranks make a monitor alike; the mesh's first rank reports, of each ``every`` steps when the next one begins. Where
-    other ranks have no monitor, nothing waits for them, and no ranks are compared.
+    ranks make a monitor alike; the first rank of the model's meshes reports, of each ``every`` steps when the next one
+    begins. Where other ranks have no monitor, nothing waits for them, and no ranks are compared. Stages of a pipeline
+    are models with meshes of their own, and each reports.
 
     Args:
         model: what ``graph_fsdp.compile`` has returned.
@@ -106,13 +108,19 @@ def monitor(
     comparison = Comparison(engine.schedules.ranks, _name_of(engine))
     name = engine.schedules.name
     found: list[Output] = []
-    if comparison.is_first:
+    if _reports(model, comparison):
         shown = terminal() if line else None
         found += [] if shown is None else [shown]
         found += [text_file(path, name)] if path is not None else []
         found += [Server(host, port, name)] if port is not None else []
         found += outputs
     return Monitor(model, every, Outputs(found), comparison, tokens)
+
+
+def _reports(model: nn.Module, comparison: Comparison) -> bool:
+    """Say whether this is the first of all ranks that have a part of the model, also of those of tensor parallelism."""
+    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    return comparison.me == min([comparison.ranks[0], *(int(mesh.mesh.min()) for mesh in meshes)])
 
 
 def _name_of(engine: Any) -> str:
@@ -214,6 +222,8 @@ class Monitor:
             self._read()
         count = self._tokens(args, kwargs) if unit == "" else None
         if count is not None:
+            if not isinstance(count, int):
+                raise TypeError(f"tokens must return a whole number, got {type(count).__name__}: count by shapes")
             self._now.tokens = count + (self._now.tokens or 0)
 
     def run(self, program: Program) -> Observer | None:
@@ -265,7 +275,8 @@ class Monitor:
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Say whether an optimizer steps parameters of the model."""
-        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+        there = self._model() is not None
+        return there and any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
 
     # Records
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -89,6 +90,15 @@ def text_file(path: str | os.PathLike[str], model: str) -> Output:
     return write
 
 
+class MetricsHTTPServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Bind, without http.server's question for the name of the host, which may take long."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+
 class Server:
     """Answers ``GET /metrics`` with the last record. ``address``: host and port on which it listens. Raises OSError,
     which names ``port``, where it cannot."""
@@ -116,11 +126,10 @@ class Server:
                 """Say nothing: standard error is the program's."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = MetricsHTTPServer((host, port), Handler)
         except OSError as error:
             reason = f"port: cannot listen on {host}:{port} ({error.strerror}); name one that is free, and a host here"
             raise type(error)(error.errno, reason) from error
-        self._server.daemon_threads = True
         self.address = (host, int(self._server.server_address[1]))
         threading.Thread(target=self._server.serve_forever, name="graph_fsdp monitor", daemon=True).start()
 
