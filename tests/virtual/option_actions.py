@@ -79,7 +79,7 @@ def profiled(t: Any) -> None:
 
 
 def monitored(t: Any) -> None:
-    """Every step's collectives are timed, and its norm is computed; the host waits for the device nowhere in it."""
+    """Every step's collectives are timed, and its norm is computed."""
     t.watch = graph_fsdp.monitor(t.model, every=1, line=False)
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
 
 import host_state_facts
+import monitor_facts
 import parallel_facts
 import stream_facts
 from both_devices import RANKS, fsdp2, on_cpu, on_virtual, ours, overlapped, same_numbers, strict
@@ -84,7 +85,7 @@ def ours_trains_as_on_the_cpu_and_overlaps() -> None:
     assert overlapped(machine) > 20e-6
 
 
-for fact in (*stream_facts.FOUND, *parallel_facts.FOUND, *host_state_facts.FOUND):
+for fact in (*stream_facts.FOUND, *parallel_facts.FOUND, *host_state_facts.FOUND, *monitor_facts.FOUND):
     FACTS(fact)
 
 
