@@ -156,7 +156,10 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     owners = {name: owners_of(model, names[p]) for name, p in originals.items()}
     spec, extensions = extend(spec, originals, owners, ranks, policies.around, place.device)
     originals |= {name: plain(originals[name]) for name in extensions}  # nothing of the model refers to them yet
+    originals |= {name: quantized.sharded for name, quantized in place.quantized.items()}
     storage = place.storage(spec, originals, owners, place.mesh, place.device)
+    for quantized in place.quantized.values():
+        quantized.put_into(storage)
     if storage.has_memory:
         put_values(storage)
     engine = place.engine(
@@ -184,6 +187,8 @@ def _model_spec(
     specs = []
     for p, (name, *others) in names.items():
         if name in unit_of:
+            if name in place.quantized:
+                p = place.quantized[name].sharded
             dtypes = p.dtype, *policies.dtypes_of(p, [name, *others])
             shape, dim, own_mesh = tuple(compat.local_part(p).shape), place.shard_dims.get(name, 0), own.get(name)
             ranks = world_size if own_mesh is None else own_mesh.world_size

@@ -22,6 +22,7 @@ from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import check_extensions
 from graph_fsdp.parameters.meshes import find_meshes, own_meshes
 from graph_fsdp.parameters.placements import asked_placements, check_tensor_parallel, shard_dims
+from graph_fsdp.parameters.quantized import Quantized, find_quantized, is_quantized
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline
@@ -36,7 +37,8 @@ class Place:
     """Holds the devices that share a model and the storage and engine there (XLA's: ``graph_fsdp/xla/compile.py``).
 
     ``device``: of gathered parameters. ``values_on``: where what is on the meta device is given values, before it is
-    sharded. ``shard_dims``: parameter name → the sharded dimension, where it is not the first. ``before_compiled``:
+    sharded. ``shard_dims``: parameter name → the sharded dimension, where it is not the first. ``quantized``: parameter
+    name → what is sharded of it. ``before_compiled``:
     called with the model when nothing can fail any more, before it gets its new class.
     """
 
@@ -50,6 +52,7 @@ class Place:
     storage: Callable[..., Shards] = Storage
     engine: type[Engine] = Engine
     shard_dims: Mapping[str, int] = field(default_factory=dict)
+    quantized: Mapping[str, Quantized] = field(default_factory=dict)
     before_compiled: Callable[[nn.Module], None] = lambda model: None
 
 
@@ -65,14 +68,17 @@ def place_on_ranks(
     Raises:
         MeshError, UnsupportedError, ValueError, TypeError: the mesh, the options or the parameters do not fit.
     """
+    of_no_plain_parameters = {
+        "sync_module_states": options.sync_module_states,
+        "shard_placement_fn": options.shard_placement_fn is not None,
+        "checkpoint": options.checkpoint is not None,
+    }
     check_extensions(
-        {p: p_names for p, p_names in names.items() if p not in ignored},
+        {p: p_names for p, p_names in names.items() if p not in ignored and not is_quantized(p)},
         offload_policy=options.offloads,
-        sync_module_states=options.sync_module_states,
         reshard_after_forward_as_a_number=options.reshards_to_groups,
         regions_whole=options.regions == "whole",
-        shard_placement_fn=options.shard_placement_fn is not None,
-        checkpoint=options.checkpoint is not None,
+        **of_no_plain_parameters,
     )
     placements, meshes = asked_placements(options.shard_placement_fn, names, ignored)
     given = find_meshes(options.meshes, model, names, ignored)
@@ -95,6 +101,7 @@ def place_on_ranks(
         whole=options.regions == "whole",
         dynamic=False if fixed_shapes and options.dynamic is None else options.dynamic,
         shard_dims=shard_dims(placements, names, parallel),
+        quantized=find_quantized(names, ignored, device, **of_no_plain_parameters),
     )
 
 

@@ -102,6 +102,11 @@ def _buckets(model: Any, dtype: torch.dtype | None, max_bytes: int | None) -> li
         )
     if storage.active:
         raise RuntimeError("export() was called while the model's forward runs; call it before or after")
+    if quantized := [name for name, p in storage.parameters.items() if p.used_like is not None]:
+        raise UnsupportedError(
+            f"graph_fsdp.export cannot give out parameter {quantized[0]!r}, which is quantized and sharded as bytes; "
+            "take the adapters from model.state_dict()"
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0):

@@ -77,7 +77,8 @@ class AotTrace:
         kind = self._kind(joint_graph)
         begin = time.perf_counter()
         budget = joint_graph.activation_memory_budget
-        with compat.activation_memory_budget(budget), compat.random_states_only_where(draws):
+        saved = compat.activation_memory_budget(budget)
+        with saved, compat.random_states_only_where(draws), compat.quick_minimum_cuts():
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
             )

@@ -67,6 +67,8 @@ class PythonReads:
                 continue
             if any(p.spec.extended for p in self._members[unit]):
                 return "parameters of the unit have tensor extensions"
+            if any(p.used_like is not None for p in self._members[unit]):
+                return "parameters of the unit are quantized"
             if not self._engine.storage.active and unit not in self._units:
                 self._units[unit] = self._shard_versions(unit)
             self._gather(unit, name)

@@ -14,11 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
-from graph_fsdp.parameters.placements import as_model_uses_it
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.passes import PassContext
 
@@ -55,8 +53,8 @@ def substitute_shards(
                 requires_grad=parameter.placeholder.requires_grad,
             )
         context.inputs.shards[nodes[index]] = (parameter.spec, shard)
-        if isinstance(parameter.placeholder, DTensor):
-            context.inputs.as_used[nodes[index]] = as_model_uses_it(parameter.placeholder)
+        if parameter.as_used is not None:
+            context.inputs.as_used[nodes[index]] = parameter.as_used
         inputs[index] = shard
 
 

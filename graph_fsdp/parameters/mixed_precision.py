@@ -128,7 +128,7 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
 def _dtypes(policy: MixedPrecisionPolicy, p: nn.Parameter, name: str) -> tuple[torch.dtype, torch.dtype]:
     """Return ``param_dtype`` and ``reduce_dtype`` of one parameter, as FSDP2 of the installed torch takes the policy.
     Raises TypeError or ValueError if ``param_dtype_override_fn`` gives no dtype, or another than the two it may."""
-    if not p.is_floating_point():
+    if not p.is_floating_point() or getattr(p, "quant_state", None) is not None:  # bitsandbytes' packed 4-bit values
         return p.dtype, p.dtype
     param_dtype = policy.param_dtype or p.dtype
     override = getattr(policy, "param_dtype_override_fn", None)

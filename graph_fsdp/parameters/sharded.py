@@ -36,6 +36,8 @@ class ShardedParameter:
     seen: tuple[Any, Any] = None, None  # local tensor and storage of the shard at the last ``refresh``
     hooks: int = -1  # that others had made when the shard's ``AccumulateGrad`` had none
     whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
+    as_used: Callable[[Tensor], Any] | None = None  # makes the tensor subclass that the model uses of what is gathered
+    used_like: Tensor | None = None  # of its shape and dtype, where these are others than what is gathered has
 
     @functools.cached_property
     def is_whole(self) -> bool:

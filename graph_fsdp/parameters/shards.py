@@ -37,7 +37,7 @@ from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.host_memory import pieces_of
 from graph_fsdp.parameters.placeholder import set_guarded
-from graph_fsdp.parameters.placements import give_memory, shard_spec
+from graph_fsdp.parameters.placements import as_model_uses_it, give_memory, shard_spec
 from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards
 from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
 
@@ -72,6 +72,8 @@ class Storage(Shards):
             self.parameters[name] = ShardedParameter(
                 p, owners[name], original, shard, stored, local, seen=_parts(shard)
             )
+            if isinstance(original, DTensor):
+                self.parameters[name].as_used = as_model_uses_it(original)
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
 
@@ -134,7 +136,10 @@ class Storage(Shards):
                 self.fill(p, p.placeholder)
             p.register(p.shard)
             make = compat.emptied if self.has_memory else compat.without_memory
-            _set_memory(p.placeholder, make(p.spec.shape, p.spec.param_dtype, self.device))
+            shape, dtype = p.spec.shape, p.spec.param_dtype
+            if p.used_like is not None:
+                shape, dtype = tuple(p.used_like.shape), p.used_like.dtype
+            _set_memory(p.placeholder, make(shape, dtype, self.device))
             vars(p.placeholder)["_graph_fsdp"] = (p.spec.name, self)
             set_guarded([p.placeholder], True)
         for tensor, value in self._whole:

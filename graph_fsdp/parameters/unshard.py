@@ -70,6 +70,8 @@ class UnshardedUnits:
             return "its parameters are tensor parallel"
         if any(p.spec.extended for p in parameters):
             return "parameters of it have tensor extensions"
+        if any(p.used_like is not None for p in parameters):
+            return "parameters of it are quantized"
         if any(p.spec.shard_dim for p in parameters):
             return "shard_placement_fn shards parameters of it on another dimension than the first"
         if offload is not None and offload.device.type != "cpu":

@@ -180,8 +180,9 @@ def check_options(options: CompileOptions) -> None:
 def check_parameters(names: Mapping[nn.Parameter, list[str]], mesh: XlaMesh) -> None:
     """Check that parameters are plain ones, and not divided yet: XLA cannot give a tensor another sharding."""
     for p, (name, *_) in names.items():
-        if is_extended(p) or isinstance(p, DTensor):
-            kind = "a DTensor" if isinstance(p, DTensor) else "a tensor extension"
+        wrapper: bool = compat.is_traceable_wrapper_subclass(p)
+        if is_extended(p) or wrapper:
+            kind = "a DTensor" if isinstance(p, DTensor) else f"a {type(p).__name__}"
             raise UnsupportedError(
                 f"parameter {name!r} is {kind}, which backend='xla' cannot gather; pass a plain model"
             )

@@ -40,6 +40,7 @@ class InsertGathers(GraphPass):
                     moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
                     value = graph.fx_graph.call_method("contiguous", (moved,))
                 if node in context.inputs.as_used:
+                    value.meta["example_value"] = shard.new_empty(parameter.shape, dtype=parameter.param_dtype)
                     value = graph.fx_graph.call_function(context.inputs.as_used[node], (value,))
             for user in [user for user in node.users if user is not gather]:
                 user.replace_input_with(node, value)

@@ -17,6 +17,7 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.transforms.edits import ancestors, computed_of, reached_from
 
 # The partitioner saves a recomputed node whose user belongs to a later checkpoint region (a higher id). Gathers
@@ -35,8 +36,8 @@ class TagRecompute(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> str | None:
         once, gathers = graph.with_role(Role.PAYLOAD_REDUCE), graph.with_role(Role.GATHER)
         sources = {*gathers, *ancestors(graph.with_role(Role.PAYLOAD))}.difference(once)
-        # Of what is computed from gathered payloads, all that fuses is recomputed, casts too.
-        restored = reached_from(graph, [n for n in gathers if n.meta["fsdp"].params[0] in context.model.payloads])
+        # Of what is computed from payloads and quantized parameters, all that fuses is recomputed, casts too.
+        restored = reached_from(graph, [n for n in gathers if _is_compressed(n.meta["fsdp"].params[0], context.model)])
 
         def is_recomputed(node: fx.Node) -> bool:
             return is_cheap(node) or (node in restored and kind_of(node) is Kind.FUSIBLE)
@@ -53,6 +54,10 @@ class TagRecompute(GraphPass):
         for node in _results(checkpointed, graph, context):
             save(node)
         return f"{len(tagged)} nodes computed from parameters alone are recomputed in backward"
+
+
+def _is_compressed(name: str, model: ModelSpec) -> bool:
+    return name in model.payloads or not model.spec_of(name).param_dtype.is_floating_point
 
 
 def is_of_parameters(node: fx.Node) -> bool:
