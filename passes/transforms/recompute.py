@@ -57,7 +57,8 @@ class TagRecompute(GraphPass):
 
 
 def _is_compressed(name: str, model: ModelSpec) -> bool:
-    return name in model.payloads or not model.spec_of(name).param_dtype.is_floating_point
+    dtype = model.spec_of(name).param_dtype
+    return name in model.payloads or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def is_of_parameters(node: fx.Node) -> bool:
