@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim.optimizer import Optimizer
 
 import graph_fsdp
-from graph_fsdp import UnsupportedError
 
 WORLD_SIZE, STEPS = 8, 3
 Make = Callable[[Any], Optimizer]
@@ -376,39 +375,3 @@ def test_what_fails_on_dtensors_has_the_bits_of_plain_shards(make_model: Callabl
         plain.step()
     for p, shard in zip(model.parameters(), shards, strict=True):
         assert torch.equal(local(p), shard)
-
-
-def test_bad_input(make_model: Callable[..., nn.Module]) -> None:
-    model: Any = make_model()
-    give = graph_fsdp.distribute_optimizer
-    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, and is a list"):
-        give(list(model.parameters()))  # type: ignore[type-var]
-    with pytest.raises(UnsupportedError, match=r"optimizer: NotElementWise is not known .* element_wise=True"):
-        give(NotElementWise(model.parameters()))
-    for unknown in (optim.LBFGS(model.parameters()), optim.Adafactor(model.parameters())):
-        with pytest.raises(UnsupportedError, match=rf"optimizer: {type(unknown).__name__} is not known"):
-            give(unknown)
-    with pytest.raises(ValueError, match=r"optimizer: none of its parameters is a shard"):
-        give(optim.SGD(Net().parameters()))
-    scheduled = optim.SGD(model.parameters())
-    optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
-    with pytest.raises(UnsupportedError, match=r"step\(\) of this SGD was replaced on the object"):
-        give(scheduled)
-    assert type(scheduled) is optim.SGD
-    for flag in ("in_backward", "offload_state"):
-        with pytest.raises(TypeError, match=f"{flag} must be True or False, got 1"):
-            give(optim.SGD(model.parameters()), **{flag: 1})  # type: ignore[arg-type]
-    for made, options, text in (
-        (optim.AdamW, {}, "the parameters are on the CPU, and so is the optimizer's state"),
-        (optim.AdamW, {"in_backward": True}, "in_backward=True frees gradients on the device"),
-        (NotElementWise, {"element_wise": True}, "NotElementWise is none of torch's"),
-    ):
-        with pytest.raises(UnsupportedError, match=f"offload_state=True.*{text}"):
-            give(made(model.parameters()), offload_state=True, **options)  # type: ignore[abstract, arg-type]
-    fused = optim.AdamW(model.parameters(), fused=True)
-    with pytest.raises(UnsupportedError, match="offload_state=True: the optimizer has fused=True"):
-        give(fused, offload_state=True)
-    assert type(fused) is optim.AdamW
-    distributed = give(optim.SGD(model.parameters()))
-    with pytest.raises(UnsupportedError, match=r"given to distribute_optimizer already"):
-        give(distributed)
