@@ -77,6 +77,8 @@ class Gather:
         self.layout, self.dtype, self.group, self.world = layout, dtype, group, layout.world_size
         self.is_pair = is_pair(group, shards[0].device)
         self.messages = [(message, message.lands_in_place) for message in layout.messages]
+        self.is_one = layout.messages[0].numel == layout.length  # the message is the bucket
+        self.sendable = _sendable if _is_float8(dtype) or _is_float8(shards[0].dtype) else _as_it_is
         self.in_place: tuple[list[Any], Any] = [], 0  # where shards were that lie in one slice, and its beginning
 
     def start(
@@ -96,7 +98,7 @@ class Gather:
             landing = take_landing(layout.landing_numel, self.dtype, source.device)
         unpacked: list[tuple[Tensor, Message]] = []
         targets: list[tuple[Tensor, Tensor]] = []
-        used, is_one = 0, layout.messages[0].numel == layout.length  # the message is the bucket
+        used, is_one, sendable = 0, self.is_one, self.sendable
         for message, lands_in_place in self.messages:
             begin, numel = message.begin, message.numel
             if lands_in_place and comm is None:
@@ -105,12 +107,12 @@ class Gather:
                 assert landing is not None
                 target = landing if is_one else landing[used : used + world * numel]
                 used += world * numel
-                unpacked.append((_sendable(target), message))
+                unpacked.append((sendable(target), message))
             targets.append((target, source if is_one else source[begin : begin + numel]))
         buffers = [result] if landing is None else [result, landing]
         if source.dtype is not self.dtype or comm is not None or any(map(compat.is_symmetric, buffers)):
             targets = _cast_in_place(targets, self.group)
-        pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
+        pairs = [(sendable(target), sendable(part)) for target, part in targets]
 
         def start(async_op: bool) -> list[Any]:
             if comm is None and self.is_pair:
@@ -128,7 +130,7 @@ class Gather:
         def finish() -> None:
             under_way.wait()
             for target, message in unpacked:
-                unpack(target, _sendable(result), message, world)
+                unpack(target, sendable(result), message, world)
             if landing is not None and comm is None:
                 release(landing)
 
@@ -158,8 +160,15 @@ def start_all_gather(
 
 def _sendable(value: Tensor) -> Tensor:
     """View float8 as uint8: process groups may not know it."""
-    is_float8 = value.dtype.itemsize == 1 and value.dtype.is_floating_point
-    return value.view(torch.uint8) if is_float8 else value
+    return value.view(torch.uint8) if _is_float8(value.dtype) else value
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype.is_floating_point
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
@@ -196,11 +205,14 @@ def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | N
 
 def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
     """Copy from rank-major (as gathered) to parameter-major (as used), in one kernel where the device has one."""
-    begins = itertools.accumulate(message.splits, initial=message.begin)
-    pieces = [
-        compat.reinterpreted(buffer, (world, size), (size, 1), world * begin)
-        for begin, size in zip(begins, message.splits, strict=False)
-    ]
+    # A slot's buffer is used again. In its views there is no reference to the buffer itself, which they go with.
+    known: dict[Message, list[Tensor]] = vars(buffer).setdefault("pieces", {})
+    if (pieces := known.get(message)) is None:
+        begins = itertools.accumulate(message.splits, initial=message.begin)
+        pieces = known[message] = [
+            compat.reinterpreted(buffer, (world, size), (size, 1), world * begin)
+            for begin, size in zip(begins, message.splits, strict=False)
+        ]
     torch.split_with_sizes_copy(landing.view(world, -1), message.splits, dim=1, out=pieces)
 
 

@@ -87,7 +87,7 @@ ZERO_3: dict[str, Mutant] = {
     "all buckets have one slot": wrong(
         "all_gather, aten.split_with_sizes_copy; ValueError",
         "runtime.slots:Slots.take",
-        *("flat = self._flat.get(slot)", "slot = min(self._storage); flat = self._flat.get(slot)"),
+        *("buffer = self._buffers.get(slot)", "slot = min(self._storage); buffer = self._buffers.get(slot)"),
     ),
     "landing buffers lie in slots of gathered ones": wrong(
         "all_gather, aten.split_with_sizes_copy; ValueError",
