@@ -360,11 +360,11 @@ def test_views_are_where_their_operators_put_them(build: Build, begin: int) -> N
         assert torch.equal(one, other) and one.dtype is other.dtype
 
 
-def test_views_that_forward_returns_are_views_to_autograd() -> None:
-    compiled, buffer = RegionCache(BACKENDS["eager"]()).compile(region_of(views), "forward"), torch.arange(12.0)
-    first, _ = compiled([buffer])
-    buffer.zero_()
-    assert first._version == buffer._version == 1
+def test_views_that_forward_returns_are_made_by_operators_which_autograd_sees() -> None:
+    compiled = RegionCache(BACKENDS["eager"]()).compile(region_of(views), "forward")
+    with Operators() as operators:
+        compiled([torch.arange(12.0)])
+    assert operators.ran
 
 
 def test_what_inductor_wrote_is_called_and_nothing_around_it() -> None:
