@@ -292,3 +292,22 @@ def test_what_is_unpacked_is_written_to_its_own_places(dtype: torch.dtype) -> No
         parameter = ranks[:, offset - 16 : offset - 16 + numel].reshape(-1)
         assert torch.equal(buffer[RANKS * offset : RANKS * (offset + numel)], parameter)
     assert not slot[: 1 + RANKS * 16].any() and not buffer[RANKS * 32 :].any(), "other messages' are not written"
+
+
+def test_a_buffer_is_unpacked_as_each_message_says() -> None:
+    """A slot's buffer is used again: by messages of equal places on more ranks, and of other places."""
+    buffer = torch.zeros(48)
+    messages = {  # of a shard of 6 elements for 8 ranks, and of 12 for 4
+        (8, 0): GatherLayout.make([0, 1, 3], [1, 2, 3], 6, 8, [0, 3, 3, 3]),
+        (4, 0): GatherLayout.make([0, 1, 3], [1, 2, 9], 12, 4, [0, 3, 3, 9]),
+        (8, 1): GatherLayout.make([0, 2, 3], [2, 1, 3], 6, 8, [0, 3, 3, 3]),
+    }
+    for _ in range(2):
+        for (world, _), layout in messages.items():
+            message = layout.messages[0]
+            landing = torch.randn(world * message.numel)
+            buffer.zero_()
+            collectives.unpack(landing, buffer, message, world)
+            pieces = landing.view(world, -1).split(message.splits, 1)
+            expected = torch.cat([piece.reshape(-1) for piece in pieces])
+            assert torch.equal(buffer[: len(expected)], expected) and not buffer[len(expected) :].any()

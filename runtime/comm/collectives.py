@@ -206,10 +206,11 @@ def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | N
 def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
     """Copy from rank-major (as gathered) to parameter-major (as used), in one kernel where the device has one."""
     # A slot's buffer is used again. In its views there is no reference to the buffer itself, which they go with.
-    known: dict[Message, list[Tensor]] = vars(buffer).setdefault("pieces", {})
-    if (pieces := known.get(message)) is None:
+    known: dict[Any, list[Tensor]] = vars(buffer).setdefault("pieces", {})
+    key = world, message.cuts
+    if (pieces := known.get(key)) is None:
         begins = itertools.accumulate(message.splits, initial=message.begin)
-        pieces = known[message] = [
+        pieces = known[key] = [
             compat.reinterpreted(buffer, (world, size), (size, 1), world * begin)
             for begin, size in zip(begins, message.splits, strict=False)
         ]
