@@ -6,21 +6,19 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graph_fsdp.passes.ir.dialect import NodeRecord
 from graph_fsdp.runtime.comm import copies
-from graph_fsdp.runtime.comm.collectives import Comms, Pending
+from graph_fsdp.runtime.comm.collectives import Comms, Gather, Pending
 from graph_fsdp.runtime.comm.copies import Copy
 from graph_fsdp.runtime.observe import Event, Observer, What, seen_by
 from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
 from graph_fsdp.runtime.slots import Slots
 from graph_fsdp.runtime.withheld_gradients import KeptGradients
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,19 @@ class StartPlan:
     kind: str
     begin: Callable[[Frame, Any], Pending]
 
+    def event(self, what: What) -> Event:
+        """Return what observers see of the start, or of the wait for it."""
+        return Event(what, self.step, f"wait {self.kind}" if what == "wait" else self.kind, self.bucket)
+
 
 def start_gather(
-    frame: Frame, shards: list[Tensor], gather: Callable[..., Pending], record: NodeRecord, comms: Comms | None
+    frame: Frame, shards: list[Tensor], gather: Gather, record: NodeRecord, comms: Comms | None
 ) -> Pending:
     """Start an ``all_gather_start``. With ``comms``, the user's own runs it."""
     slots, comm = frame.slots, comms.all_gather if comms is not None else None
     take = partial(slots.take_escaping, record.bucket) if record.escapes else partial(slots.take, slot=record.slot)
     take_landing = partial(slots.take_landing, slot=record.landing_slot)
-    pending = gather(shards, take=take, take_landing=take_landing, release=slots.give_landing, comm=comm)
+    pending = gather.start(shards, take=take, take_landing=take_landing, release=slots.give_landing, comm=comm)
     slots.hold(pending.buffer, record.escapes)
     return pending
 
@@ -88,7 +90,10 @@ class Frame:
     def start(self, plan: StartPlan, given: Any) -> Pending:
         if plan.step is not None:
             self.counter.count("all_gather" if plan.kind == "gather" else plan.kind)
-        pending = self._seen("start", plan, plan.begin, self, given)
+        if self.observers:
+            pending = seen_by(self.observers, plan.event("start"), plan.begin, self, given)
+        else:
+            pending = plan.begin(self, given)
         self.pending[pending] = plan
         return pending
 
@@ -102,7 +107,11 @@ class Frame:
         return self.start(StartPlan(None, "", "reload activation", begin), host)
 
     def wait(self, pending: Pending) -> Tensor:
-        self._seen("wait", self.pending.pop(pending), pending.finish)
+        plan = self.pending.pop(pending)
+        if self.observers:
+            seen_by(self.observers, plan.event("wait"), pending.finish)
+        else:
+            pending.finish()
         return pending.buffer
 
     def reduce_payloads(self, reduce: Callable[[list[Tensor]], Tensor], values: list[Tensor]) -> Tensor:
@@ -118,12 +127,6 @@ class Frame:
         if last:
             gradients, self.updated = self.updated, {}
             seen_by(self.observers, Event("call", None, "update"), self.kept.update, gradients)
-
-    def _seen(self, what: What, plan: StartPlan, call: Callable[..., T], *given: Any) -> T:
-        if not self.observers:
-            return call(*given)
-        name = f"wait {plan.kind}" if what == "wait" else plan.kind
-        return seen_by(self.observers, Event(what, plan.step, name, plan.bucket), call, *given)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run, which may have raised ``error``; nothing that fails here hides that. What is still under way may

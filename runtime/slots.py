@@ -125,18 +125,21 @@ class Slots:
     def __init__(self, counter: GatheredBytes, plan: SlotPlan) -> None:
         self.counter, self.plan = counter, plan
         self._storage = dict(enumerate(plan.memory))  # of slots
+        self._buffers: dict[int, Tensor] = {}  # that were taken of slots last
         self._uses = list(plan.uses)  # still to come, or under way
         self._slot_of: dict[int, int] = {}  # by the id of the buffer
         self._gathered = 0  # bytes, but for what escapes the run
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
-        """Return a buffer of the run, to be given back with ``give``."""
+        """Return a buffer of the run, to be given back with ``give``; the slot's last one, where that is alike."""
         if slot is None:
             return self.plan.allocate(numel, dtype, device)
         if slot not in self._storage:
             self._storage[slot] = self.plan.allocate(self.plan.nbytes[slot], torch.uint8, device)
             self.counter.slots.add(self.plan.nbytes[slot])
-        buffer = self._storage[slot][: numel * dtype.itemsize].view(dtype)
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.dtype is not dtype or len(buffer) != numel:
+            buffer = self._buffers[slot] = self._storage[slot][: numel * dtype.itemsize].view(dtype)
         self._slot_of[id(buffer)] = slot
         return buffer
 
@@ -146,7 +149,7 @@ class Slots:
             return
         self._uses[slot] -= 1
         if not self._uses[slot] and not self.plan.memory:
-            del self._storage[slot]
+            del self._storage[slot], self._buffers[slot]
             self.counter.slots.add(-self.plan.nbytes[slot])
 
     def take_escaping(self, bucket: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -185,4 +188,5 @@ class Slots:
             self.counter.slots.add(-self.plan.nbytes[slot])
         self.counter.landing.current = 0
         self._storage.clear()
+        self._buffers.clear()
         self._slot_of.clear()

@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graph_fsdp
 from graph_fsdp.passes import Role
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm.collectives import mean_of, pack_gradients, start_all_gather, start_reduce_scatter
+from graph_fsdp.runtime.comm import collectives
+from graph_fsdp.runtime.comm.collectives import (
+    Gather,
+    mean_of,
+    pack_gradients,
+    start_all_gather,
+    start_reduce_scatter,
+)
 
 Compared = Callable[[], dict[str, tuple[Tensor, Tensor]]]
 WIDTH, RANKS = 1024, 8
@@ -203,7 +210,40 @@ def gathered_in_another_type() -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
+def gathered_from_where_shards_are_now() -> dict[str, tuple[Tensor, Tensor]]:
+    """Runs of one gather: of shards in one slice, twice, in another slice, apart from each other, and back again."""
+    layout = GatherLayout.make([0, 4], [3, 5], 9, 2)
+
+    def memory(seed: int, rank: int) -> Tensor:
+        return torch.randn(32, generator=torch.Generator().manual_seed(10 * seed + rank))
+
+    own, found = [memory(seed, dist.get_rank()) for seed in range(2)], {}
+    runs = {"one": (0, 8, 12), "again": (0, 8, 12), "behind": (0, 16, 20), "another": (1, 8, 12), "apart": (1, 20, 2)}
+    gather = Gather([own[0][:3], own[0][4:9]], layout, torch.float32, dist.group.WORLD)
+    for name, (seed, first, second) in [*runs.items(), ("back", (0, 8, 12))]:
+        pending = gather.start([own[seed][first : first + 3], own[seed][second : second + 5]])
+        pending.finish()
+        for gathered, begin, numel in [(0, first, 3), (8, second, 5)]:
+            full = torch.cat([memory(seed, rank)[begin : begin + numel] for rank in range(2)])
+            found[f"{name} at {begin}"] = pending.buffer[gathered : gathered + 2 * numel], full
+    return found
+
+
+def gathered_of_a_transposed_shard() -> dict[str, tuple[Tensor, Tensor]]:
+    """Runs of one gather of a shard that is no slice: a tensor extension may give such a one."""
+    own = torch.arange(12.0).view(4, 3) + 100 * dist.get_rank()
+    gather = Gather([own.t()], GatherLayout.make([0], [12], 12, 2), torch.float32, dist.group.WORLD)
+    full, found = torch.cat([(torch.arange(12.0).view(4, 3) + 100 * rank).t().reshape(-1) for rank in range(2)]), {}
+    for run in ("first", "second"):
+        pending = gather.start([own.t()])
+        pending.finish()
+        found[run] = pending.buffer, full
+    return found
+
+
 COMPARED: dict[str, Compared] = {
+    "gathered of a transposed shard": gathered_of_a_transposed_shard,
+    "gathered from where shards are now": gathered_from_where_shards_are_now,
     "exchanged": exchanged,
     "exchanged in a wider type": exchanged_in_a_wider_type,
     "gathered in another type": gathered_in_another_type,
@@ -238,3 +278,36 @@ def test_shards_are_cast_to_where_they_are_gathered_and_nowhere_else() -> None:
         start_all_gather([shard[0:16], shard[16:19]], layout, torch.bfloat16, dist.group.WORLD)
     assert ran.names.count("aten::_foreach_copy_") == 1
     assert ran.allocated == [RANKS * 32, RANKS * 16], "the bucket and what is to be unpacked"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_what_is_unpacked_is_written_to_its_own_places(dtype: torch.dtype) -> None:
+    message = GatherLayout.make([0, 18, 24], [16, 3, 5], 48, RANKS, [0, 16, 16, 16]).messages[1]
+    landing = torch.arange(RANKS * 16).to(dtype)
+    slot = torch.zeros(1 + RANKS * 48, dtype=dtype)
+    buffer = slot[1:]
+    collectives.unpack(landing, buffer, message, RANKS)
+    ranks = landing.view(RANKS, 16)
+    for offset, numel in [(18, 3), (24, 5)]:
+        parameter = ranks[:, offset - 16 : offset - 16 + numel].reshape(-1)
+        assert torch.equal(buffer[RANKS * offset : RANKS * (offset + numel)], parameter)
+    assert not slot[: 1 + RANKS * 16].any() and not buffer[RANKS * 32 :].any(), "other messages' are not written"
+
+
+def test_a_buffer_is_unpacked_as_each_message_says() -> None:
+    """A slot's buffer is used again: by messages of equal places on more ranks, and of other places."""
+    buffer = torch.zeros(48)
+    messages = {  # of a shard of 6 elements for 8 ranks, and of 12 for 4
+        (8, 0): GatherLayout.make([0, 1, 3], [1, 2, 3], 6, 8, [0, 3, 3, 3]),
+        (4, 0): GatherLayout.make([0, 1, 3], [1, 2, 9], 12, 4, [0, 3, 3, 9]),
+        (8, 1): GatherLayout.make([0, 2, 3], [2, 1, 3], 6, 8, [0, 3, 3, 3]),
+    }
+    for _ in range(2):
+        for (world, _), layout in messages.items():
+            message = layout.messages[0]
+            landing = torch.randn(world * message.numel)
+            buffer.zero_()
+            collectives.unpack(landing, buffer, message, world)
+            pieces = landing.view(world, -1).split(message.splits, 1)
+            expected = torch.cat([piece.reshape(-1) for piece in pieces])
+            assert torch.equal(buffer[: len(expected)], expected) and not buffer[len(expected) :].any()

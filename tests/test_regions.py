@@ -13,6 +13,7 @@ from models import GPT, MLP, VOCABULARY, llama
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_fsdp
 from graph_fsdp import compat
@@ -308,6 +309,62 @@ def views(computation: Computation) -> None:
     flat = computation.input(lambda: torch.empty(12))
     first = computation.call(aten.view.default, computation.call(aten.slice.Tensor, flat, 0, 2, 8), [2, 3])
     computation.returns(first, computation.call(aten.slice.Tensor, flat, 0, 8, 10))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("buffer", "is_flat"), [(torch.arange(12.0), True), (torch.arange(24.0)[::2], False)])
+def test_views_of_a_flat_buffer_are_made_without_operators(buffer: Tensor, is_flat: bool) -> None:
+    compiled = RegionCache(BACKENDS["eager"]()).compile(region_of(views), "backward")
+    whole = torch.cat([torch.zeros(5), buffer])[5:] if is_flat else buffer  # which begins behind its storage
+    given = [whole]
+    with Operators() as operators:
+        first, second = compiled(given)
+    assert not given and bool(operators.ran) != is_flat
+    assert torch.equal(first, buffer[2:8].view(2, 3)) and torch.equal(second, buffer[8:10])
+    first.zero_()
+    assert not whole[2:8].any(), "it is the buffer's memory"
+
+
+def of_another_buffer(computation: Computation) -> None:
+    """The values were traced of a buffer that lay elsewhere, as those of a shard that is fetched now."""
+    views(computation)
+    with computation.mode:
+        next(iter(computation.module.graph.nodes)).meta["val"] = torch.empty(20)[8:]
+
+
+def at_an_absolute_place(computation: Computation) -> None:
+    flat = computation.input(lambda: torch.empty(12))
+    computation.returns(computation.call(aten.as_strided.default, flat, [2], [1], 3))
+
+
+def read_as_another_type(computation: Computation) -> None:
+    computation.returns(computation.call(aten.view.dtype, computation.input(lambda: torch.empty(12)), torch.int32))
+
+
+@pytest.mark.parametrize("build", [of_another_buffer, at_an_absolute_place, read_as_another_type])
+@pytest.mark.parametrize("begin", [0, 5])
+def test_views_are_where_their_operators_put_them(build: Build, begin: int) -> None:
+    region = region_of(build)
+    expected = region.module(torch.arange(20.0)[begin : begin + 12])
+    found = RegionCache(BACKENDS["eager"]()).compile(region, "backward")([torch.arange(20.0)[begin : begin + 12]])
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and one.dtype is other.dtype
+
+
+def test_views_that_forward_returns_are_made_by_operators_which_autograd_sees() -> None:
+    compiled = RegionCache(BACKENDS["eager"]()).compile(region_of(views), "forward")
+    with Operators() as operators:
+        compiled([torch.arange(12.0)])
+    assert operators.ran
 
 
 def test_what_inductor_wrote_is_called_and_nothing_around_it() -> None:

@@ -5,6 +5,8 @@ On a fake process group of 8 ranks; what needs real collectives on two gloo rank
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from conftest import FAKE_WORLD_SIZE
@@ -22,7 +24,7 @@ import graph_fsdp
 from graph_fsdp.passes import Role, default_pipeline
 from graph_fsdp.passes.ir.spec import ALIGNMENT
 from graph_fsdp.report.report import GraphReport, GraphView, engine_of
-from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan
+from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots
 
 FACTS = Facts(__name__)
 
@@ -266,6 +268,22 @@ def test_slots_in_registered_memory_stay(fake_group: None) -> None:
     assert engine.counter.slots.current == 0 and not engine.registered["group"].pieces
     model(torch.ones(4, 16)).sum().backward()
     assert engine.counter.slots.current == 0
+
+
+def test_a_slots_buffer_is_used_again_and_goes_with_its_last_use() -> None:
+    slots = Slots(GatheredBytes(), SlotPlan((64,), (4,)))
+    cpu, others = torch.device("cpu"), [(8, torch.float32), (16, torch.bfloat16)]
+    first = slots.take(16, torch.float32, cpu, 0)
+    slots.give(first)
+    assert slots.take(16, torch.float32, cpu, 0) is first
+    slots.give(first)
+    for numel, dtype in others:
+        other = slots.take(numel, dtype, cpu, 0)
+        assert other.shape == (numel,) and other.dtype is dtype and other.data_ptr() == first.data_ptr()
+        slots.give(other)
+    memory = weakref.ref(first.untyped_storage())
+    del first, other
+    assert memory() is None
 
 
 def test_a_run_within_a_run_has_slots_of_its_own() -> None:

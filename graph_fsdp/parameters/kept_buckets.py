@@ -123,7 +123,7 @@ class KeptBuckets:
         # Autograd counts writes to what it has saved; this is one that it must not see.
         whole = torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
         group = compat.resolve_group(dialect.group_of(kept.start))
-        return start_all_gather(kept.shards, layout_of(kept.start), dtype, group, lambda *_: whole)
+        return start_all_gather(kept.shards, layout_of(kept.start), dtype, group, take=lambda *_: whole)
 
 
 def _gathers(graph: Graph, spec: ModelSpec) -> list[tuple[fx.Node, frozenset[str], int, list[int]]]:

@@ -38,6 +38,11 @@ class Message:
             end = offset + numel
         return [size for size in [*sizes, self.begin + self.numel - end] if size]
 
+    @functools.cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Return the beginning and ``splits``, equal for messages whose pieces have the same places."""
+        return (self.begin, *self.splits)
+
 
 @dataclass(frozen=True)
 class GatherLayout:

@@ -7,11 +7,6 @@ A gather reads the bucket's slice of the shard storage, or casts it in one kerne
 and sends it from there. A parameter with a message of its own lands where the graph reads it, and its gradient is
 reduced from where it was written.
 
-[Note: two ranks on gloo]
-gloo's all-gather copies its result, and its reduce-scatter is an all-reduce of a copy. Two ranks instead exchange
-halves: half of what an all-reduce moves, and no copy. A sum of two has the same bits in either order. Where gradients
-are reduced in a wider dtype than theirs, only the half that is sent is cast (docs/decisions/ranks_and_collectives.md).
-
 The mean of gradients is FSDP2's, bit for bit: float32 and bfloat16 use the group's AVG; for narrower dtypes the divisor
 is split, about its square root before the sum and the rest after, so that nothing overflows.
 
@@ -39,6 +34,7 @@ from torch import Tensor
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
+from graph_fsdp.runtime.comm.pairs import exchange, exchange_all_gather, is_pair, own_first
 from graph_fsdp.runtime.comm.streams import UnderWay
 from graph_fsdp.runtime.ranks import lockstep
 from graph_fsdp.runtime.slots import Allocate, by_device
@@ -71,69 +67,108 @@ class Pending:
     finish: Callable[[], None]
 
 
+class Gather:
+    """Holds what is the same in every gather of a bucket, of ``shards`` like these; the other arguments are those of
+    ``start_all_gather``."""
+
+    def __init__(
+        self, shards: Sequence[Tensor], layout: GatherLayout, dtype: torch.dtype, group: dist.ProcessGroup
+    ) -> None:
+        self.layout, self.dtype, self.group, self.world = layout, dtype, group, layout.world_size
+        self.is_pair = is_pair(group, shards[0].device)
+        self.messages = [(message, message.lands_in_place) for message in layout.messages]
+        self.is_one = layout.messages[0].numel == layout.length  # the message is the bucket
+        self.sendable = _sendable if _is_float8(dtype) or _is_float8(shards[0].dtype) else _as_it_is
+        self.in_place: tuple[list[Any], Any] = [], 0  # where shards were that lie in one slice, and its beginning
+
+    def start(
+        self,
+        shards: Sequence[Tensor],
+        take: Allocate = by_device,
+        take_landing: Allocate = by_device,
+        release: Callable[[Tensor], None] = lambda _: None,
+        comm: Comm | None = None,
+    ) -> Pending:
+        source, layout, world = self._source(shards), self.layout, self.world
+        result = take(world * layout.length, self.dtype, source.device)
+        landing: Tensor | None = None
+        if comm is not None:
+            landing = comm.allocate((world * layout.length,), dtype=self.dtype, device=source.device)
+        elif layout.landing_numel:
+            landing = take_landing(layout.landing_numel, self.dtype, source.device)
+        unpacked: list[tuple[Tensor, Message]] = []
+        targets: list[tuple[Tensor, Tensor]] = []
+        used, is_one, sendable = 0, self.is_one, self.sendable
+        for message, lands_in_place in self.messages:
+            begin, numel = message.begin, message.numel
+            if lands_in_place and comm is None:
+                target = result if is_one else result[world * begin : world * (begin + numel)]
+            else:
+                assert landing is not None
+                target = landing if is_one else landing[used : used + world * numel]
+                used += world * numel
+                unpacked.append((sendable(target), message))
+            targets.append((target, source if is_one else source[begin : begin + numel]))
+        buffers = [result] if landing is None else [result, landing]
+        if source.dtype is not self.dtype or comm is not None or any(map(compat.is_symmetric, buffers)):
+            targets = _cast_in_place(targets, self.group)
+        pairs = [(sendable(target), sendable(part)) for target, part in targets]
+
+        def start(async_op: bool) -> list[Any]:
+            if comm is None and self.is_pair:
+                return exchange_all_gather(pairs, self.group)
+            collective = compat.all_gather_single if comm is None else comm
+            return compat.grouped(pairs, self.group, collective, async_op=async_op)
+
+        under_way = compat.seen_as(
+            "_allgather_base_",
+            self.group,
+            lambda: compat.all_gather_single(result, source, group=self.group, async_op=True),
+            lambda: UnderWay("gather", self.group, [*buffers, source], start),
+        )
+
+        def finish() -> None:
+            under_way.wait()
+            for target, message in unpacked:
+                unpack(target, sendable(result), message, world)
+            if landing is not None and comm is None:
+                release(landing)
+
+        return Pending(result, finish)
+
+    def _source(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return ``shard_slice``; shards lie where they did in the last run, as a rule."""
+        first, (before, begin) = shards[0], self.in_place
+        places = [first.storage_offset(), first.untyped_storage().nbytes(), *map(Tensor.data_ptr, shards)]
+        if places == before:
+            return compat.reinterpreted(first, (self.layout.length,), (1,), begin)
+        found = slice_in_place(shards, self.layout)
+        if found is None:
+            return shard_slice(shards, self.layout)
+        self.in_place = places, found.storage_offset() - first.storage_offset()
+        return found
+
+
 def start_all_gather(
-    shards: Sequence[Tensor],
-    layout: GatherLayout,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    take: Allocate = by_device,
-    take_landing: Allocate = by_device,
-    release: Callable[[Tensor], None] = lambda _: None,
-    comm: Comm | None = None,
+    shards: Sequence[Tensor], layout: GatherLayout, dtype: torch.dtype, group: dist.ProcessGroup, **given: Any
 ) -> Pending:
     """Gather ``shards`` (each rank's padded chunks) of a bucket into a flat, parameter-major buffer of ``dtype``, which
     ``take`` allocates, and ``take_landing`` what has to be unpacked, which is given to ``release`` in the end. ``comm``
     gathers in one message, in memory of its own, which is unpacked whole."""
-    source, world = shard_slice(shards, layout), layout.world_size
-    result = take(world * layout.length, dtype, source.device)
-    landing: Tensor | None = None
-    if comm is not None:
-        landing = comm.allocate((world * layout.length,), dtype=dtype, device=source.device)
-    elif layout.landing_numel:
-        landing = take_landing(layout.landing_numel, dtype, source.device)
-    unpacked: list[tuple[Tensor, Message]] = []
-    targets: list[tuple[Tensor, Tensor]] = []
-    used = 0
-    for message in layout.messages:
-        if message.lands_in_place and comm is None:
-            target = result[world * message.begin : world * (message.begin + message.numel)]
-        else:
-            assert landing is not None
-            target = landing[used : used + world * message.numel]
-            used += world * message.numel
-            unpacked.append((_sendable(target), message))
-        targets.append((target, source[message.begin : message.begin + message.numel]))
-    if source.dtype is not dtype or comm is not None or any(compat.is_symmetric(target) for target, _ in targets):
-        targets = _cast_in_place(targets, group)
-    pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
-
-    def start(async_op: bool) -> list[Any]:
-        if comm is None and _is_pair(group, source.device):
-            return _exchange_all_gather(pairs, group)
-        return compat.grouped(pairs, group, compat.all_gather_single if comm is None else comm, async_op=async_op)
-
-    touched = [result, source] if landing is None else [result, source, landing]
-    under_way = compat.seen_as(
-        "_allgather_base_",
-        group,
-        lambda: compat.all_gather_single(result, source, group=group, async_op=True),
-        lambda: UnderWay("gather", group, touched, start),
-    )
-
-    def finish() -> None:
-        under_way.wait()
-        for target, message in unpacked:
-            _unpack(target, _sendable(result), message, world)
-        if landing is not None and comm is None:
-            release(landing)
-
-    return Pending(result, finish)
+    return Gather(shards, layout, dtype, group).start(shards, **given)
 
 
 def _sendable(value: Tensor) -> Tensor:
     """View float8 as uint8: process groups may not know it."""
-    is_float8 = value.dtype.itemsize == 1 and value.dtype.is_floating_point
-    return value.view(torch.uint8) if is_float8 else value
+    return value.view(torch.uint8) if _is_float8(value.dtype) else value
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype.is_floating_point
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
@@ -141,32 +176,6 @@ def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.Process
     own = [target.view(group.size(), -1)[group.rank()] for target, _ in targets]
     compat.foreach_copy(own, [part for _, part in targets])
     return [(target, part) for (target, _), part in zip(targets, own, strict=True)]
-
-
-def _is_pair(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """See [Note: two ranks on gloo]."""
-    return group.size() == 2 and device.type == "cpu" and compat.uses_gloo(group, device)
-
-
-def _exchange_all_gather(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[Any]:
-    works = []
-    for target, source in messages:
-        own, other = _own_first(target, group)
-        works.append(_exchange(other, source, group))
-        if own.data_ptr() != source.data_ptr():  # or it was cast there
-            own.copy_(source)
-    return works
-
-
-def _own_first(halves: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    first, second = halves.chunk(2)
-    return (first, second) if group.rank() == 0 else (second, first)
-
-
-def _exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Any:
-    """Exchange flat tensors with the other of two ranks."""
-    splits = [len(sent), 0] if group.rank() else [0, len(sent)]
-    return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
 
 
 def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
@@ -182,7 +191,7 @@ def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
 def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | None:
     """Return the bucket's slice of the shard storage, if the shards lie in one."""
     first = shards[0]
-    if len(shards) == 1 and first.numel() == layout.length:  # flat, with all chunks in it
+    if len(shards) == 1 and first.numel() == layout.length and first.is_contiguous():  # flat, with all chunks in it
         return first.reshape(-1)
     itemsize = first.element_size()
     begin = first.storage_offset() - layout.offsets[0]
@@ -194,12 +203,18 @@ def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | N
     return first.as_strided((layout.length,), (1,), begin) if in_place else None
 
 
-def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
+def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
     """Copy from rank-major (as gathered) to parameter-major (as used), in one kernel where the device has one."""
-    sizes = message.splits
-    part = buffer[world * message.begin : world * (message.begin + message.numel)]
-    pieces = [piece.view(world, -1) for piece in part.split([world * size for size in sizes])]
-    torch.split_with_sizes_copy(landing.view(world, message.numel), sizes, dim=1, out=pieces)
+    # A slot's buffer is used again. In its views there is no reference to the buffer itself, which they go with.
+    known: dict[Any, list[Tensor]] = vars(buffer).setdefault("pieces", {})
+    key = world, message.cuts
+    if (pieces := known.get(key)) is None:
+        begins = itertools.accumulate(message.splits, initial=message.begin)
+        pieces = known[key] = [
+            compat.reinterpreted(buffer, (world, size), (size, 1), world * begin)
+            for begin, size in zip(begins, message.splits, strict=False)
+        ]
+    torch.split_with_sizes_copy(landing.view(world, -1), message.splits, dim=1, out=pieces)
 
 
 def keep_shard(
@@ -234,7 +249,7 @@ class ReduceScatter:
         self.allocate = functools.partial(compat.allocate_from_group, group) if registered else by_device
         self.dtype, self.group, self.world, self.comms = dtype, group, group.size(), comms
         self.op, self.before, self.after = mean
-        self.is_pair = _is_pair(group, grads[0].device)
+        self.is_pair = is_pair(group, grads[0].device)
         *offsets, self.length = dialect.reduced_offsets(grads, dtype, self.world, messages)
         numels = dialect.chunk_numels(grads, self.world)
         # Of each message: its gradients, and where in the result their chunks begin and how many elements they have.
@@ -300,8 +315,8 @@ def _exchange_reduce_scatter(
 ) -> Pending:
     under_way = []
     for part, sent in pairs:
-        own, other = _own_first(sent, group)
-        under_way.append((_exchange(part, other.to(part.dtype), group), part, own))
+        own, other = own_first(sent, group)
+        under_way.append((exchange(part, other.to(part.dtype), group), part, own))
 
     def finish() -> None:
         for work, part, own in under_way:

@@ -36,6 +36,8 @@ from graph_fsdp.passes.ir.operands import operand
 _INT32_MAX = torch.iinfo(torch.int32).max
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
 
+_CUTS = frozenset({torch.ops.aten.slice.Tensor, torch.ops.aten.view.default})
+
 _PARAMETERS = frozenset({Role.GATHER_WAIT, Role.KEPT, Role.UNPACK})
 _REDUCTIONS = frozenset({Role.REDUCE_START, Role.ACCUMULATE})
 
@@ -269,6 +271,32 @@ def run_as_graph(module: fx.GraphModule) -> Compiled:
     return module.forward
 
 
+def run_as_views(region: Region) -> Compiled | None:
+    """Return what makes slices of a flat buffer, in any shape, without their operators; None for other regions.
+
+    Where they lie is found by running the operators on a flat buffer without memory. The traced values do not say it:
+    they may have been made of another buffer than the region is given.
+    """
+    given: Any = region.inputs[0].meta.get("val")
+    is_flat = isinstance(given, torch.Tensor) and given.dim() == 1 and isinstance(given.shape[0], int)
+    if len(region.inputs) > 1 or not is_flat or any(node.target not in _CUTS for node in region.body):
+        return None
+    shape = given.shape
+    with compat.without_dispatch_modes():
+        made = region.module(torch.empty(shape, device="meta"))
+    places = [(tuple(view.shape), view.stride(), view.storage_offset()) for view in made]
+    ordinary = run_as_graph(region.module)
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        buffer = inputs[0]
+        if buffer.shape != shape or buffer.stride() != (1,):
+            return ordinary(inputs)
+        inputs.clear()
+        return [compat.reinterpreted(buffer, *place) for place in places]
+
+    return run
+
+
 class _BoxedCodeGen(fx.graph.CodeGen):
     """Generates code that takes its inputs in a list and empties it: the caller's references would keep them alive."""
 
@@ -324,7 +352,9 @@ class RegionCache:
         given = {key: region for key, region in regions.items() if not region.is_view_only}
         compiled = self.backend.compile_regions(given)
         for key, region in regions.items():
-            self._cache[key] = compiled[key] if key in given else run_as_graph(region.module)
+            # Autograd counts writes to what forward returns, and has nothing to do with gradients.
+            views = run_as_views(region) if key.kind == "backward" and key not in given else None
+            self._cache[key] = compiled[key] if key in given else views or run_as_graph(region.module)
             self._alive.append(region)
         self.compiled += len(regions)
 

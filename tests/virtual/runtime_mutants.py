@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mutants import Mutant, wrong
 
-GATHER = "runtime.comm.collectives:start_all_gather"
+GATHER = "runtime.comm.collectives:Gather.start"
 REDUCTION = "runtime.comm.collectives:_reduction"
 REDUCE = "runtime.comm.collectives:ReduceScatter"
 COPY = "runtime.comm.copies:_start"
@@ -15,7 +15,7 @@ UNDER_WAY = "runtime.comm.streams:UnderWay.__init__"
 WAIT = "        under_way.wait()\n"
 LIFETIMES = "passes.transforms.slots:lifetimes"
 
-UNKEPT = wrong("", GATHER, "[result, source] if landing is None else [result, source, landing]", "[result]")
+UNKEPT = wrong("", GATHER, "[*buffers, source]", "[result]")
 ADDED_LATE = wrong(
     "",
     "runtime.frame:start_reduction",
@@ -87,7 +87,7 @@ ZERO_3: dict[str, Mutant] = {
     "all buckets have one slot": wrong(
         "all_gather, aten.split_with_sizes_copy; ValueError",
         "runtime.slots:Slots.take",
-        *("buffer = self._storage[slot]", "slot = min(self._storage); buffer = self._storage[slot]"),
+        *("buffer = self._buffers.get(slot)", "slot = min(self._storage); buffer = self._buffers.get(slot)"),
     ),
     "landing buffers lie in slots of gathered ones": wrong(
         "all_gather, aten.split_with_sizes_copy; ValueError",
@@ -226,8 +226,8 @@ OTHERS: dict[tuple[str, ...], dict[str, Mutant]] = {
             "all_gather, aten._foreach_copy_; NaN",
             GATHER,
             *(
-                "targets = _cast_in_place(targets, group)",
-                "late = targets; targets = [(t, t.view(group.size(), -1)[group.rank()]) for t, _ in targets]",
+                "targets = _cast_in_place(targets, self.group)",
+                "late, g = targets, self.group; targets = [(t, t.view(g.size(), -1)[g.rank()]) for t, _ in targets]",
             ),
             *(
                 "    def finish(",
@@ -282,10 +282,7 @@ OTHERS: dict[tuple[str, ...], dict[str, Mutant]] = {
         "a shard is accumulated before its wait": wrong(
             "reduce_scatter, aten.copy_",
             "runtime.frame:Frame.wait",
-            *(
-                'self._seen("wait", self.pending.pop(pending), pending.finish)',
-                'self.pending.pop(pending).kind == "reduce" or pending.finish()',
-            ),
+            *("pending.finish()", 'plan.kind == "reduce" or pending.finish()'),
         ),
     },
     ("accumulation",): {
