@@ -25,6 +25,7 @@ from graph_fsdp.parameters.placements import asked_placements, check_tensor_para
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline
+from graph_fsdp.programs.folder import Folder
 from graph_fsdp.runtime.backends import BACKENDS, Backend
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -49,6 +50,7 @@ class Place:
     dynamic: bool | None
     storage: Callable[..., Shards] = Storage
     engine: type[Engine] = Engine
+    programs: Callable[[], Folder | None] = lambda: None  # where those of earlier starts are kept
     shard_dims: Mapping[str, int] = field(default_factory=dict)
     before_compiled: Callable[[nn.Module], None] = lambda model: None
 
@@ -94,6 +96,7 @@ def place_on_ranks(
         backend=BACKENDS[options.backend](),
         whole=options.regions == "whole",
         dynamic=False if fixed_shapes and options.dynamic is None else options.dynamic,
+        programs=options.kept_programs(),
         shard_dims=shard_dims(placements, names, parallel),
     )
 
