@@ -2,6 +2,7 @@
 
     python benchmarks/compile_time.py
     python benchmarks/compile_time.py --depths 6 24 --implementations ours fsdp2_compiled --repeats 3
+    python benchmarks/compile_time.py --depths 6 48 --starts cold warm precompiled --name compile_time_starts
 
 Each measurement is one of its own: fresh processes, and an Inductor cache directory that holds nothing of the model.
 It begins when the model exists on every rank, and ends when the slowest rank has done forward, backward and optimizer
@@ -16,14 +17,19 @@ and our report: Inductor (code generation, C++ or Triton compilation, loading), 
 tracing, which is what else torch.compile does (Dynamo, AOTAutograd, partitioning). Losses of two steps are compared
 with plain PyTorch's; a run in which one differs fails (exit code 1).
 
-What it does not show: warm caches, recompilations, imports, and the making of the model. It cannot run under torchrun,
-because it starts its ranks anew for each measurement.
+``--starts``: *warm* is the same again, with the caches that the cold start has left; *precompiled* is ours with the
+programs that ``graph_fsdp.precompile`` has made, and nothing else in the caches. A precompiled start is compared with
+the other's cold one.
+
+What it does not show: recompilations, imports, and the making of the model. It cannot run under torchrun, because it
+starts its ranks anew for each measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -60,7 +66,9 @@ from training import TOLERANCES, Trainer, check_losses, reference_losses
 
 import graph_fsdp
 
-TOOLCHAIN = "toolchain"
+TOOLCHAIN, PRECOMPILE = "toolchain", "precompile"
+STARTS = ("cold", "warm", "precompiled")
+OURS = "ours"  # whose programs can be made ahead
 COMPARED = "fsdp2_compiled"
 STEPS = 2
 
@@ -70,6 +78,8 @@ STEPS = 2
 
 def measure(options: argparse.Namespace, implementations: Mapping[str, Implementation]) -> dict[str, Any]:
     """One measurement; the same on every rank."""
+    if options.measure == PRECOMPILE:
+        return {"seconds": _precompile(options)}
     with process_group(options.device) as mesh:
         if options.measure == TOOLCHAIN:
             return {"seconds": max(gather(_compile_anything(options.device)))}
@@ -101,6 +111,21 @@ def _sum(of_ranks: list[float | None]) -> float | None:
     """None where a rank does not know."""
     known = [value for value in of_ranks if value is not None]
     return sum(known) if len(known) == len(of_ranks) else None
+
+
+def _precompile(options: argparse.Namespace) -> float:
+    """Make programs where Inductor's cache will be; on one process, whatever ``--ranks`` says."""
+    workload, device = workload_of(options, layers=options.depths[0]), torch.device(options.device)
+    begin = time.perf_counter()
+    graph_fsdp.precompile(
+        lambda: workload.make(torch.device("meta")),
+        workload.tokens(0, 0, device),
+        mesh_shape=(options.ranks,),
+        path=Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "graph_fsdp" / "programs",
+        device=device,
+        mp_policy=POLICIES[options.dtype],
+    )
+    return time.perf_counter() - begin
 
 
 def _compile_anything(device: str) -> float:
@@ -157,7 +182,7 @@ def measure_all(options: argparse.Namespace, implementations: Mapping[str, Imple
         folder = Path(name)
         toolchain, runs = None, []
         if any(implementations[name].inductor for name in options.implementations):
-            found = _measure_one(options, ranks, TOOLCHAIN, 0, folder, None)
+            found = _measure_one(options, ranks, TOOLCHAIN, 0, folder / TOOLCHAIN, ranks)
             if found is None:
                 return None
             toolchain = found["seconds"]
@@ -165,11 +190,12 @@ def measure_all(options: argparse.Namespace, implementations: Mapping[str, Imple
             for depth in options.depths:
                 order = options.implementations if repeat % 2 == 0 else options.implementations[::-1]
                 for implementation in order:
-                    found = _measure_one(options, ranks, implementation, depth, folder, folder / TOOLCHAIN)
-                    if found is None:
+                    starts = _measure_starts(options, ranks, implementation, depth, folder)
+                    if starts is None:
                         return None
-                    runs.append({"name": implementation, "depth": depth, **found})
-                    say(f"{implementation}, {depth} layers: {found['seconds']:.1f} s")
+                    for start, found in starts.items():
+                        runs.append({"name": implementation, "depth": depth, "start": start, **found})
+                        say(f"{implementation}, {depth} layers, {start}: {found['seconds']:.1f} s")
     return {
         "benchmark": "compile_time",
         "command": command_of(__file__, options.arguments),
@@ -186,30 +212,50 @@ def measure_all(options: argparse.Namespace, implementations: Mapping[str, Imple
     }
 
 
+def _measure_starts(
+    options: argparse.Namespace, ranks: int, implementation: str, depth: int, folder: Path
+) -> dict[str, dict[str, Any]] | None:
+    """The measurements of an implementation by start; None when one failed."""
+    found = {}
+    for start in (start for start in STARTS if start in options.starts):
+        if start == "precompiled" and implementation != OURS:
+            continue
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            cache = Path(name) / "cache"
+            if (folder / TOOLCHAIN).exists():
+                shutil.copytree(folder / TOOLCHAIN, cache)
+            before = {"cold": [], "warm": [(ranks, implementation)], "precompiled": [(1, PRECOMPILE)]}[start]
+            for processes, what in [*before, (ranks, implementation)]:
+                measured = _measure_one(options, ranks, what, depth, cache, processes)
+                if measured is None:
+                    return None
+            found[start] = measured
+    return found
+
+
 def _measure_one(
-    options: argparse.Namespace, ranks: int, what: str, depth: int, folder: Path, start_from: Path | None
+    options: argparse.Namespace, ranks: int, what: str, depth: int, cache: Path, processes: int
 ) -> dict[str, Any] | None:
-    cache, into = folder / (TOOLCHAIN if start_from is None else "cache"), folder / "result.json"
-    if start_from is not None and start_from.exists():
-        shutil.copytree(start_from, cache)
+    into = cache.with_name("result.json")
     arguments = [*options.arguments, "--measure", what, "--into", str(into), "--depths", str(depth)]
+    arguments += ["--ranks", str(ranks)]
     try:
-        code = start_ranks(__file__, arguments, ranks, options.device, TORCHINDUCTOR_CACHE_DIR=str(cache))
+        code = start_ranks(__file__, arguments, processes, options.device, TORCHINDUCTOR_CACHE_DIR=str(cache))
         result: dict[str, Any] | None = json.loads(into.read_text()) if code == 0 else None
         return result
     finally:
         into.unlink(missing_ok=True)
-        if start_from is not None:
-            shutil.rmtree(cache, ignore_errors=True)
 
 
 def _rows(runs: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Medians over the repeats."""
     rows = []
     for depth in options.depths:
-        for name in options.implementations:
-            same = [run for run in runs if (run["name"], run["depth"]) == (name, depth)]
-            row: dict[str, Any] = {"name": name, "depth": depth}
+        for name, start in itertools.product(options.implementations, STARTS):
+            same = [run for run in runs if (run["name"], run["depth"], run["start"]) == (name, depth, start)]
+            if not same:
+                continue
+            row: dict[str, Any] = {"name": name, "depth": depth, "start": start}
             for part in ("seconds", "cpu_seconds", "tracing", "passes", "inductor"):
                 values = [run[part] for run in same if run[part] is not None]
                 row[part] = statistics.median(values) if values else None
@@ -222,21 +268,29 @@ def _rows(runs: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[
 
 
 def table(result: dict[str, Any]) -> Table:
-    rows = {(row["name"], row["depth"]): row for row in result["rows"]}
+    rows = {(row["name"], row["depth"], row["start"]): row for row in result["rows"]}
     names = list(dict.fromkeys(row["name"] for row in result["rows"]))
     depths = result["settings"]["depths"]
     least = 6 if 6 in depths else depths[0]
     compared = COMPARED if COMPARED in names else names[0]
-    header = ["implementation", "layers", "seconds", f"÷ {compared}", f"÷ {least} layers", "CPU seconds"]
-    header += [f"CPU ÷ {compared}", f"CPU ÷ {least} layers", "tracing", "passes", "Inductor"]
+    header = ["implementation", "layers", "start"]
+    for kind, said in (("", "seconds"), ("CPU ", "CPU seconds")):
+        header += [said, f"{kind}÷ {compared}", f"{kind}÷ {least} layers", f"{kind}÷ cold"]
+    header += ["tracing", "passes", "Inductor"]
     lines = []
-    for name in names:
-        for depth in depths:
-            row, other, first = rows[name, depth], rows[compared, depth], rows[name, least]
-            cells = [name, str(depth)]
-            for kind in ("seconds", "cpu_seconds"):
-                cells += [_cell(row[kind], 1), _ratio(row, other, kind), _ratio(row, first, kind)]
-            lines.append([*cells, *(_cell(row[part], 1) for part in ("tracing", "passes", "inductor"))])
+    for name, depth, start in itertools.product(names, depths, STARTS):
+        row = rows.get((name, depth, start))
+        if row is None:
+            continue
+        others = [
+            rows.get((compared, depth, "cold" if start == "precompiled" else start)),
+            rows.get((name, least, start)),
+            rows.get((name, depth, "cold")),
+        ]
+        cells = [name, str(depth), start]
+        for kind in ("seconds", "cpu_seconds"):
+            cells += [_cell(row[kind], 1), *(_ratio(row, other, kind) for other in others)]
+        lines.append([*cells, *(_cell(row[part], 1) for part in ("tracing", "passes", "inductor"))])
     loss = result["loss"]
     note = (
         f"Seconds. Inductor's toolchain, once: {_cell(result['toolchain_seconds'], 1) or '-'} s. Losses of "
@@ -250,8 +304,8 @@ def _cell(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _ratio(row: dict[str, Any], other: dict[str, Any], kind: str) -> str:
-    return f"{row[kind] / other[kind]:.2f}" if row[kind] is not None and other[kind] else ""
+def _ratio(row: dict[str, Any], other: dict[str, Any] | None, kind: str) -> str:
+    return f"{row[kind] / other[kind]:.2f}" if row[kind] is not None and other is not None and other[kind] else ""
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -259,7 +313,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     series: dict[str, dict[int, float]] = {}
     for row in result["rows"]:
-        series.setdefault(row["name"], {})[row["depth"]] = row["seconds"]
+        name = row["name"] if row["start"] == "cold" else f"{row['name']}, {row['start']}"
+        series.setdefault(name, {})[row["depth"]] = row["seconds"]
     plots.lines(series, ("layers", "seconds to the end of the first step"), path)
 
 
@@ -271,6 +326,7 @@ def parse(arguments: Sequence[str], implementations: Mapping[str, Implementation
     default = [name for name in ("ours", COMPARED, "ddp") if name in implementations]
     parser.add_argument("--implementations", nargs="+", choices=list(implementations), default=default)
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 6, 12, 24, 48], help="numbers of layers")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["cold"], help="from which caches")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # what ranks are started for
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
     from graph_fsdp.planning import Plan as Plan
     from graph_fsdp.planning import plan as plan
+    from graph_fsdp.planning.precompile import precompile as precompile
     from graph_fsdp.profiling.profiling import profile as profile
     from graph_fsdp.profiling.table import Profile as Profile
     from graph_fsdp.report.file import SavedReport as SavedReport
@@ -78,6 +79,7 @@ _NAMES = {
     "parameters.unshard": ("unsharded",),
     "passes.transforms.activation_checkpointing": ("ActivationCheckpointing",),
     "planning": ("Plan", "plan"),
+    "planning.precompile": ("precompile",),
     "profiling.profiling": ("profile",),
     "profiling.table": ("Profile",),
     "report.file": ("SavedReport", "load_report"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,9 +23,12 @@ from graph_fsdp.parameters.placements import ShardPlacementFn
 from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, default_pipeline
 from graph_fsdp.passes.ir.spec import Offload
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, with_activation_checkpointing
+from graph_fsdp.programs.folder import Folder
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.runtime.cuda.capture import CAPTURES
 from graph_fsdp.units import AutoWrapPolicy
+
+_PROGRAMS = "GRAPH_FSDP_PROGRAMS"  # 0: none is kept where ``programs`` is None
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class CompileOptions:
     dynamic: bool | None
     cuda_graphs: bool
     on_host_fallback: Literal["error", "warn"]
+    programs: AnyPath | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         self._check_backend()
@@ -62,6 +69,7 @@ class CompileOptions:
         self._check_activation_checkpointing()
         self._check_param_init_fn()
         self._check_xla()
+        self._check_programs()
 
     @property
     def checkpointing(self) -> ActivationCheckpointing | None:
@@ -235,6 +243,39 @@ class CompileOptions:
             raise ValueError(
                 "param_init_fn would never be called: sync_module_states=True gives every rank the values of the "
                 "mesh's first rank; leave one of the two out"
+            )
+
+    def kept_programs(self) -> Callable[[], Folder | None]:
+        """Return what finds the folder of ``programs``, when the first graph is compiled. Makes the one that is named.
+
+        Raises:
+            ValueError: the folder cannot be made.
+        """
+        given = self.programs
+        if given is False or (given is None and os.environ.get(_PROGRAMS) == "0"):
+            return lambda: None
+        if given is None:
+            find = BACKENDS[self.backend]().programs_folder
+            return lambda: Folder(path) if (path := find()) is not None else None
+        folder = Folder(Path(given))
+        try:
+            folder.make()
+        except OSError as error:
+            raise ValueError(
+                f"programs={str(given)!r}: there can be no folder of programs: {error.strerror or error}; name another "
+                "one, or pass programs=False"
+            ) from error
+        return lambda: folder
+
+    def _check_programs(self) -> None:
+        given = self.programs
+        if given is None or given is False:
+            return
+        if not isinstance(given, (str, PathLike)):
+            raise TypeError(f"programs must be the path of a folder, False to keep none, or None, got {given!r}")
+        if self.backend == "xla":
+            raise UnsupportedError(
+                "programs: backend='xla' compiles through torch_xla, whose own cache keeps programs; leave programs out"
             )
 
     def _check_xla(self) -> None:

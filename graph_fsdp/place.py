@@ -26,6 +26,7 @@ from graph_fsdp.parameters.quantized import Quantized, find_quantized, is_quanti
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline
+from graph_fsdp.programs.folder import Folder
 from graph_fsdp.runtime.backends import BACKENDS, Backend
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -51,6 +52,7 @@ class Place:
     dynamic: bool | None
     storage: Callable[..., Shards] = Storage
     engine: type[Engine] = Engine
+    programs: Callable[[], Folder | None] = lambda: None  # where those of earlier starts are kept
     shard_dims: Mapping[str, int] = field(default_factory=dict)
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     before_compiled: Callable[[nn.Module], None] = lambda model: None
@@ -100,6 +102,7 @@ def place_on_ranks(
         backend=BACKENDS[options.backend](),
         whole=options.regions == "whole",
         dynamic=False if fixed_shapes and options.dynamic is None else options.dynamic,
+        programs=options.kept_programs(),
         shard_dims=shard_dims(placements, names, parallel),
         quantized=find_quantized(names, ignored, device, **of_no_plain_parameters),
     )

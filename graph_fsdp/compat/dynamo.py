@@ -239,6 +239,17 @@ def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule
     return lazy
 
 
+def aot_autograd_settings() -> dict[str, Any]:
+    """Return the configuration of AOTAutograd and its partitioner by name."""
+    settings: dict[str, Any] = functorch_config.save_config_portable(ignore_private_configs=False)
+    return settings
+
+
+def module_of(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Return a module of a graph without constants, which writes its code when asked, under ``tracing_options``."""
+    return _make_graph_module(torch.nn.Module(), graph)
+
+
 def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
     """For a time, let AOTAutograd print graphs only if a log wants them; torch 2.13 always does."""
     name, wanted = "_log_fw_bw_graphs", trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)

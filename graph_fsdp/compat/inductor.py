@@ -116,3 +116,11 @@ def _vectors_named(module: torch.fx.GraphModule) -> contextlib.AbstractContextMa
     if not on_host or config.cpp.simdlen is not None:
         return contextlib.nullcontext()
     return config.patch({"cpp.simdlen": pick_vec_isa().bit_width()})
+
+
+def inductor_settings() -> dict[str, Any]:
+    """Return Inductor's configuration by name."""
+    from torch._inductor import config
+
+    settings: dict[str, Any] = config.save_config_portable(ignore_private_configs=False)
+    return settings

@@ -19,6 +19,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.fx.node import _get_qualified_name
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.optim import _muon
 from torch.utils import _pytree, dlpack
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -288,3 +290,27 @@ def tensor_offset(file: Any, offset: int, length: int) -> int:
     entry: Any = _create_file_view(file, offset, length)
     reader: Any = torch._C.PyTorchFileReader(entry)
     return offset + int(reader.get_record_offset("data/0"))
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Say whether ``torch.autograd.graph.saved_tensors_hooks`` are in effect in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def name_of_function(target: Any) -> str | None:
+    """Return the name under which torch or a module of Python has a function, "torch.relu"; None where it has none."""
+    try:
+        name = str(_get_qualified_name(target))
+    except (AttributeError, RuntimeError):
+        return None
+    return None if "<" in name else name
+
+
+def replaced_operators() -> list[str]:
+    """Return which of ATen's operators have got an implementation in Python: operator and dispatch key."""
+    return [name for name in torch.library._impls if name.startswith("aten/")]
+
+
+def attention_backends() -> str:
+    """Return which kernels of attention torch may choose, in its order."""
+    return str(_cur_sdpa_kernel_backends(with_priority=True))

@@ -17,7 +17,7 @@ from graph_fsdp.passes.ir.agreed_order import kind_of
 from graph_fsdp.passes.ir.effects import draws
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
-from graph_fsdp.passes.pipeline import add_stage, collector_paused
+from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
 from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
 from graph_fsdp.report.report import CapturedGraph
@@ -25,6 +25,7 @@ from graph_fsdp.runtime.withheld_gradients import find_absent
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
+    from graph_fsdp.engine.kept import Lookup
 
 
 @dataclass(eq=False)
@@ -41,6 +42,7 @@ class AotTrace:
     captured: CapturedGraph
     entry: Entry
     prepare: Callable[[fx.GraphModule], fx.GraphModule]
+    lookup: Lookup | None = None  # of a kept program; where there is none, this one is kept
     _piece: tuple[Snapshot | None, str] = (None, "")  # until its program is compiled
     _alive: Engine | None = None  # until backward is compiled, which the model may not live to see
 
@@ -71,6 +73,7 @@ class AotTrace:
         joint = self.prepare(joint)
         context.forward_outputs = num_fwd_outputs
         joint_graph = Graph(joint, "joint")
+        self._note(joint, len(joint_inputs[0]), num_fwd_outputs)
         mark_tangents(joint_graph, len(joint_inputs[0]))
         engine.pipeline.run([joint_graph], context)
         absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
@@ -104,14 +107,29 @@ class AotTrace:
 
     def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         graph = Graph(self.prepare(inference), "inference")
+        self._note(graph.module, len(graph.placeholders), len(graph.outputs))
         self._run_passes([graph], self._kind(graph))
         return self._first_program(graph.module, "inference")
+
+    def _note(self, traced: fx.GraphModule, inputs: int, forward_outputs: int) -> None:
+        if self.lookup is not None:
+            self.lookup.traced(traced.graph, inputs, forward_outputs)
 
     def _run_passes(self, graphs: list[Graph], kind: str) -> None:
         take_unsharded(graphs, self.context)
         before_passes = self.engine.pieces.snapshot(graphs[0], self.entry)
-        self.engine.run_passes(graphs, self.context, self.captured, kind)
+        try:
+            self.engine.run_passes(graphs, self.context, self.captured, kind)
+        except PassesHaveRun:
+            self._keep(graphs, kind)
+            raise
+        self._keep(graphs, kind)
         self._piece = before_passes, kind
+
+    def _keep(self, graphs: list[Graph], kind: str) -> None:
+        if self.lookup is not None:
+            self.lookup.keep(graphs, kind, self.context)
+            self.lookup = None  # with Dynamo's graph
 
     def _kind(self, graph: Graph) -> str:
         return kind_of(graph, self.engine.spec, self.context.settings) + self.entry.suffix

@@ -33,9 +33,10 @@ from graph_fsdp.engine.dynamo import (
     traced_too_often,
 )
 from graph_fsdp.engine.finalization import Finalization
+from graph_fsdp.engine.kept import KeptPrograms, KeptTrace
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import PythonReads
-from graph_fsdp.engine.ranks import Schedules
+from graph_fsdp.engine.ranks import OtherPlan, Schedules
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards
 from graph_fsdp.engine.updates import Updates
@@ -124,6 +125,7 @@ class Engine:
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
         self.updates = storage.updates = Updates(weakref.proxy(self))
         storage.refusal = self.python_reads.refusal
+        self.kept_programs = KeptPrograms(weakref.proxy(self), place.programs, fullgraph)
         self.comms = Comms()
         self.watchers: list[Watcher] = []
         self.registered: dict[str, SlotMemory] = {}  # by ``Settings.registered_memory``
@@ -258,7 +260,16 @@ class Engine:
         try:
             with collector_paused(), compat.without_dispatch_modes():
                 self.pipeline.run([Graph(module, "capture")], context)
-                trace = functools.partial(AotTrace, self, context, captured, key.entry)
+                lookup = self.kept_programs.look_up(module, inputs, context, key.entry)
+                if lookup is not None and lookup.program is not None:
+                    try:
+                        log.info("the programs of graph %d are those of an earlier start", captured.index)
+                        kept = KeptTrace.of(self, context, captured, key.entry, lookup.program)
+                        return kept.run(module, inputs)
+                    except OtherPlan:
+                        log.info("the ranks have another plan for graph %d", captured.index)
+                        captured.remake = None
+                trace = functools.partial(AotTrace, self, context, captured, key.entry, lookup=lookup)
                 return self._through_aot_autograd(module, inputs, trace)
         except (VerificationError, PassError) as error:
             save_failure(error, self)
@@ -270,6 +281,11 @@ class Engine:
         self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
     ) -> None:
         substitute_shards(module, inputs, parameters, context)
+
+    @property
+    def trace_graph(self) -> Callable[..., Any]:
+        """Return how graphs are traced, as a function of what has ``spec``, ``backend`` and ``repeat_traces``."""
+        return type(self)._through_aot_autograd
 
     def _through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,11 @@ from graph_fsdp.runtime.ranks.lockstep import Runnable, lockstep_of
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
+
+
+class OtherPlan(BaseException):  # AOTAutograd retells every Exception as one of its own
+    """Says that the ranks have another plan for graphs than those have been made under."""
+
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles or plans by itself.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
@@ -48,11 +53,19 @@ class Schedules:
         self._agreements = 0
         self._facts_agreed = False
 
-    def run(self, graphs: list[Graph], context: PassContext, kind: str, kept: list[str] | None = None) -> None:
+    def run(
+        self,
+        graphs: list[Graph],
+        context: PassContext,
+        kind: str,
+        kept: list[str] | None = None,
+        passes: Callable[[list[Graph], PassContext], None] | None = None,
+    ) -> None:
         """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it. Then
         agree with the other ranks on new collectives. ``kept``: the buckets that an earlier plan has these graphs
-        keep."""
-        pipeline, shared = self._engine.pipeline, self.lockstep is not None
+        keep. ``passes``: instead of the pipeline's, for graphs that have been through them."""
+        shared = self.lockstep is not None
+        passes = passes or self._engine.pipeline.run
         decides = not shared or dist.get_rank() == self.ranks[0]
         refused = self.lockstep.check_refused if self.lockstep is not None else None
         if self.lockstep is not None and (kind not in self.plans or not self._facts_agreed):
@@ -70,7 +83,11 @@ class Schedules:
                 plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
         context.plan = Plan(kept=kept) if plan is None else copy.deepcopy(plan)
         try:
-            pipeline.run(graphs, context)
+            passes(graphs, context)
+        except OtherPlan:
+            assert plan is not None
+            self.plans[kind] = plan  # which is received once
+            raise
         except Exception:
             if is_new and decides and shared:
                 # The others meet the same error, or say that they did not.

@@ -112,6 +112,7 @@ def trace(
     inputs = compat.tree_map_only(Tensor, lambda t: t if t.device == target else _without_memory(t, target), inputs)
     model = _built(model_fn, loss)
     compile_options.pop("param_init_fn", None)
+    compile_options.setdefault("programs", False)  # a trace says what the passes do
     with _process_group(dimensions.stage_ranks):
         meshes = _meshes(dimensions, target)
         if parallelize is not None and not dimensions.is_plain:

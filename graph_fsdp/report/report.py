@@ -158,6 +158,7 @@ class CapturedGraph:
     spec: ModelSpec
     cause: Cause = FIRST_CALL
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
+    remake: Any = None  # what makes the stages of a program that was found (``engine/kept.py``); None: they are here
 
     def __post_init__(self) -> None:
         self.views = {phase: GraphView(phase, self.stages[phase]) for phase in PHASES}

@@ -4,6 +4,7 @@ which compiles each graph whole, as one program of all of its devices, it is onl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class Backend:
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
         """Return a function of a graph's inputs that runs all of it in its order, functional collectives included."""
         raise NotImplementedError(f"backend {self.name!r} compiles regions alone")
+
+    def programs_folder(self) -> Path | None:
+        """Return the folder in which programs are kept where the user names none; None for nowhere."""
+        return None
 
     def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
         """Return operator → decomposition, for AOTAutograd; None keeps the operators that eager PyTorch runs."""

@@ -51,6 +51,10 @@ class InductorBackend(Backend):
                 return super().compile_regions(regions)
             return dict(zip(keys, divide(tasks, directory / "graph_fsdp"), strict=True))
 
+    def programs_folder(self) -> Path | None:
+        directory = _cache_directory()
+        return None if directory is None else directory / "graph_fsdp" / "programs"
+
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
         _cache_directory()
         with compat.built_together():

@@ -1,0 +1,316 @@
+"""A start finds the programs of earlier starts, and keeps its own.
+
+[Note: what runs in the place of a graph]
+Dynamo has traced the model and guards it. What follows, AOTAutograd's trace, the partition and the passes, is done for
+equal graphs once, and its result read from a file (``graph_fsdp/programs``). What AOTAutograd does around a graph when
+it runs (saved tensors, gradients of outputs, errors) is left to it: it traces a graph of the same inputs and outputs,
+in which one call stands for everything, as for a layer in ``passes/repeat``. Where it would partition the joint graph
+of that, the kept forward and backward are put in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.engine.aot import AotTrace
+from graph_fsdp.engine.dynamo import Entry
+from graph_fsdp.engine.ranks import OtherPlan
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
+from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.portable import Names, NotPortable
+from graph_fsdp.passes.ir.spec import ModelSpec
+from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
+from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
+from graph_fsdp.passes.repeat.segments import NotRepeatable
+from graph_fsdp.passes.repeat.trace import CALLED, call
+from graph_fsdp.passes.transforms.partitioned import take_unsharded
+from graph_fsdp.programs.folder import Folder
+from graph_fsdp.programs.key import key_of, names_of
+from graph_fsdp.programs.plain import Unknown
+from graph_fsdp.programs.program import KeptProgram, Outputs, describe_outputs
+from graph_fsdp.report.report import CapturedGraph
+from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.withheld_gradients import AbsentGradients, KeptGradients
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+# What reading of a file raises that another release has written, or another program.
+_UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+
+
+@dataclass
+class Lookup:
+    """Holds the key of a graph of Dynamo's, and the program that was found for it, or None. ``must``: this one has to
+    be kept."""
+
+    folder: Folder
+    must: bool
+    key: dict[str, str]
+    names: Names
+    dynamo: fx.Graph
+    program: KeptProgram | None = None
+    outputs: Outputs | None = field(default=None, init=False)
+    refused: str = field(default="", init=False)
+
+    def traced(self, graph: fx.Graph, inputs: int, forward_outputs: int) -> None:
+        """Note what AOTAutograd has made of the graph, before the passes."""
+        try:
+            self.outputs = describe_outputs(self.dynamo, graph, inputs, forward_outputs)
+        except NotPortable as reason:
+            self.refused = str(reason)
+
+    def keep(self, graphs: list[Graph], kind: str, context: PassContext) -> None:
+        """Keep the graphs after all passes. The log says why, where they cannot be, or UnsupportedError."""
+        try:
+            if self.outputs is None:
+                raise NotPortable(self.refused)
+            program = KeptProgram.of(graphs, kind, self.outputs, context)
+            self.folder.write(self.key, lambda: program.to_data(self.names))
+        except NotPortable as reason:
+            if self.must:
+                raise UnsupportedError(f"the program of this model cannot be kept: {reason}") from None
+            log.info("the program is not kept for later starts: %s", reason)
+
+
+class KeptPrograms:
+    """Finds and keeps the programs of one model. ``folder``: where; None for nowhere."""
+
+    def __init__(self, engine: Engine, folder: Callable[[], Folder | None], fullgraph: bool) -> None:
+        self._engine, self._folder, self._fullgraph = engine, folder, fullgraph  # a weak proxy
+
+    def look_up(self, module: fx.GraphModule, inputs: list[Any], context: PassContext, entry: Entry) -> Lookup | None:
+        """Look for the program of a graph of Dynamo's with gathers. None where none can be found or kept; the log says
+        why."""
+        engine, folder = self._engine, self._folder()
+        if folder is None:
+            return None
+        try:
+            if not self._fullgraph:
+                raise Unknown("a model of several graphs (fullgraph=False)")
+            names = names_of(context.model, engine.storage.device)
+            key = key_of(engine, context, module, inputs, entry.suffix, names)
+        except Unknown as reason:
+            if engine.run_passes_only:
+                raise UnsupportedError(f"the program of this model cannot be kept: it depends on {reason}") from None
+            log.info("no program of an earlier start is looked for, and none is kept: it depends on %s", reason)
+            return None
+        found = Lookup(folder, engine.run_passes_only, key, names, module.graph)
+        if not engine.run_passes_only and (data := folder.read(key)) is not None:
+            try:
+                found.program = KeptProgram.from_data(data, names, compat.current_fake_mode())
+            except _UNREADABLE as error:
+                log.info("%s cannot be used: %r", folder.file_of(key), error)
+        return found
+
+
+class KeptTrace(AotTrace):
+    """Has AOTAutograd trace what stands for a graph, and puts the kept ``program`` in."""
+
+    program: KeptProgram
+
+    @classmethod
+    def of(
+        cls, engine: Engine, context: PassContext, captured: CapturedGraph, entry: Entry, program: KeptProgram
+    ) -> KeptTrace:
+        made = cls(engine, context, captured, entry, lambda module: module)
+        made.program = program
+        return made
+
+    def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.captured.remake = Remake.of(self, module)
+        with mock.patch.dict(CALLED, {0: _stand_in(self.program)}, clear=True):
+            return super().run(_contracted(module), inputs)
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._alive = self._owner()
+        self.context.forward_outputs = num_fwd_outputs
+        self._put_in()
+        forward, backward = self.program.graphs
+        return forward.module, backward.module
+
+    def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        self._put_in()
+        return self._first_program(self.program.graphs[0].module, "inference")
+
+    def _put_in(self) -> None:
+        """Have ranks agree on the program, as on one that passes have made."""
+        engine, program = self.engine, self.program
+        if program.absent is not None:
+            program.graphs[-1].absent = AbsentGradients(*program.absent, program.tangents, self.context, engine.kept)
+        engine.schedules.run(program.graphs, self.context, program.kind, passes=self._instead_of_passes)
+
+    def _instead_of_passes(self, graphs: Sequence[Graph], context: PassContext) -> None:
+        if context.plan.collectives and not self.program.has(context.plan):
+            raise OtherPlan
+        context.plan.kept = self.program.plan.kept
+        for graph in graphs:
+            graph.cost = context.cost
+            context.graphs[graph.phase] = graph
+        for phase, stages in self.program.stages.items():
+            for name, summary, nodes in stages:
+                snapshot: Any = Remade(self.captured, phase, name, nodes)
+                context.stages[phase][name] = Stage(name, phase, snapshot, graphs[0].module, 0.0, summary)
+
+
+@dataclass
+class _StandIn:
+    """Is to a call what a ``Trace`` is to that of a layer."""
+
+    outputs: list[fx.Node]
+    differentiable: list[bool]
+    gradients: list[fx.Node | None]
+    failures: list[NotRepeatable] = field(default_factory=list)
+
+    @property
+    def found_gradients(self) -> list[fx.Node]:
+        return [node for node in self.gradients if node is not None]
+
+
+def _stand_in(program: KeptProgram) -> Any:
+    first, last = program.graphs[0], program.graphs[-1]
+    differentiable = list(program.outputs.differentiable)
+    gradients = last.outputs if last is not first else []
+    return _StandIn(first.outputs[: len(differentiable)], differentiable, gradients)
+
+
+def _contracted(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a module of the same inputs and outputs, in which one call computes all."""
+    graph = fx.Graph()
+    inputs = module.graph.find_nodes(op="placeholder")
+    copies = {node: graph.node_copy(node) for node in inputs}
+    results = graph.call_function(call, (0, *copies.values()))
+    count = len(operands(module.graph.output_node()))
+    graph.output(tuple(graph.call_function(operator.getitem, (results, index)) for index in range(count)))
+    return compat.with_graph(module, graph, copies)
+
+
+# What passes have made of the graph, when somebody asks
+
+
+@dataclass(frozen=True)
+class Remade:
+    """Is the snapshot of a graph after a pass which has not run in this process, and does when somebody looks at it."""
+
+    captured: CapturedGraph
+    phase: Any
+    name: str
+    nodes: int
+
+    def __len__(self) -> int:
+        return self.nodes
+
+    def copy(self) -> fx.Graph:
+        last = self.captured.views[self.phase].graph
+        if last is not None and self.name == next(reversed(self.captured.stages[self.phase])):
+            return Snapshot(last.fx_graph).copy()
+        made: Stage = self.captured.remake.stage(self.captured, self.phase, self.name)
+        return made.graph
+
+
+def _not_made(name: str, reason: str) -> str:
+    return (
+        f"stage {name!r}: the program is one of an earlier start, which keeps no stages, and they cannot be made "
+        f"again: {reason}; compile the model with programs=False"
+    )
+
+
+@dataclass(eq=False)
+class _Workshop:
+    """Has of an engine what a trace needs of it, and not the model, which a report may outlive."""
+
+    trace: Callable[..., Any]  # ``Engine._through_aot_autograd``
+    spec: ModelSpec
+    pipeline: PassPipeline
+    backend: Backend
+    repeat_traces: bool
+    kept: KeptGradients
+
+
+@dataclass
+class Remake:
+    """Runs AOTAutograd and the passes on a graph of Dynamo's whose program was found."""
+
+    workshop: _Workshop
+    context: PassContext
+    plan: Plan
+    entry: Entry
+    module: fx.GraphModule
+    inputs: list[Any]
+    mode: Any
+    grad: bool
+    made: CapturedGraph | None = None
+
+    @classmethod
+    def of(cls, trace: KeptTrace, module: fx.GraphModule) -> Remake:
+        """Take a copy of a graph, without what Dynamo knows of the tensors that the user passed."""
+        graph = Snapshot(module.graph).copy()
+        for node in graph.nodes:
+            node.meta.pop("grapharg", None)
+        own = compat.with_graph(module, graph, dict(zip(module.graph.nodes, graph.nodes, strict=True)))
+        inputs = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")]
+        mode, grad = compat.current_fake_mode(), torch.is_grad_enabled()
+        engine = trace.engine
+        shared = (engine.spec, engine.pipeline, engine.backend, engine.repeat_traces)
+        workshop = _Workshop(engine.trace_graph, *shared, KeptGradients())
+        return cls(workshop, trace.context, trace.program.plan, trace.entry, own, inputs, mode, grad)
+
+    def stage(self, captured: CapturedGraph, phase: Any, name: str) -> Stage:
+        if self.made is None:
+            self.made = self._run(captured, name)
+        return self.made.stages[phase][name]
+
+    def _run(self, captured: CapturedGraph, name: str) -> CapturedGraph:
+        workshop: Any = self.workshop
+        fresh = CapturedGraph(captured.index, captured.spec, captured.cause)
+        context = dataclasses.replace(self.context, stages=fresh.stages, graphs={}, plan=copy.deepcopy(self.plan))
+
+        def trace(prepare: Callable[..., Any]) -> AotTrace:
+            return _PassesAlone(workshop, context, fresh, self.entry, prepare)
+
+        with self._as_it_was():
+            try:
+                workshop.trace(workshop, self.module, self.inputs, trace)
+            except PassesHaveRun as end:
+                for graph in end.graphs:
+                    kept = captured.views[graph.phase].graph
+                    if kept is None or readable(graph.fx_graph) != readable(kept.fx_graph):
+                        raise LookupError(_not_made(name, "they would be those of another graph")) from None
+        return fresh
+
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        with (
+            compat.tracing(compat.TracingContext(self.mode)),
+            compat.tracing_options(fullgraph=True),
+            compat.without_dispatch_modes(),
+            collector_paused(),
+            torch.set_grad_enabled(self.grad),
+        ):
+            yield
+
+
+class _PassesAlone(AotTrace):
+    """Ends when the passes have run."""
+
+    def _run_passes(self, graphs: list[Graph], kind: str) -> None:
+        take_unsharded(graphs, self.context)
+        self.engine.pipeline.run(graphs, self.context)
+        raise PassesHaveRun(graphs, self.context)

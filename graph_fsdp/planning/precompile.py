@@ -1,0 +1,73 @@
+"""Make the programs of a model ahead of its first start, on a machine that has neither its ranks nor its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize
+from graph_fsdp.planning.tracing import trace
+from graph_fsdp.programs.folder import Folder
+
+
+def precompile(
+    model_fn: Callable[[], nn.Module],
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    mesh_shape: Mapping[str, int] | Sequence[int] | Dimensions,
+    path: str | PathLike[str],
+    parallelize: Parallelize | None = None,
+    device: str | torch.device | None = None,
+    **compile_options: Any,
+) -> None:
+    """Keep the programs of a model for ranks that are not there: a start with ``compile(..., programs=path)`` finds
+    them, and neither differentiates nor partitions the model nor runs passes on it.
+
+    Allocates no parameter, shard or activation. Under ``torch.no_grad()`` it keeps those of evaluation. Each shape of
+    inputs has programs of its own. Kernels are not among them: Inductor builds those of a region once, at the first
+    start, and keeps them in its cache. The start must have the same versions of torch and of this package, the same
+    kind of device and the same options, or it compiles as ever and its log says what differs.
+
+    Args:
+        model_fn: builds the model. Called under ``torch.device("meta")``, so that it allocates nothing.
+        inputs: positional, or a mapping of keyword arguments; tensors count by shape and dtype, on any device.
+        mesh_shape: ``(ranks that shard,)``, ``(replicas, ranks that shard)``, or names, as of
+            :func:`graph_fsdp.planning.trace`.
+        path: of the folder of programs; made where there is none.
+        parallelize: divides the model over other dimensions, as of :func:`graph_fsdp.planning.trace`.
+        device: that the programs are for. A GPU's need a GPU of its kind on this machine.
+        compile_options: of :func:`graph_fsdp.compile`, as the start passes them.
+
+    Raises:
+        TypeError, ValueError: an argument has a value that cannot be.
+        UnsupportedError: the programs of this model cannot be kept; the message says what they depend on.
+        All that :func:`graph_fsdp.planning.trace` raises.
+    """
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        raise TypeError(
+            f"inputs must be a tuple of positional inputs or a mapping of keyword inputs, got {type(inputs).__name__}"
+        )
+    if not isinstance(path, (str, PathLike)):
+        raise TypeError(f"path must be that of a folder, got {path!r}")
+    if "programs" in compile_options:
+        raise TypeError("programs: precompile keeps them in path; leave programs out")
+    try:
+        Folder(Path(path)).make()
+    except OSError as error:
+        raise ValueError(
+            f"path={str(path)!r}: there can be no folder of programs: {error.strerror or error}"
+        ) from error
+    trace(
+        model_fn,
+        inputs,
+        mesh_shape=mesh_shape,
+        parallelize=parallelize,
+        device=device,
+        programs=path,
+        **compile_options,
+    )

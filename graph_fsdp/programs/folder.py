@@ -1,0 +1,114 @@
+"""A folder has a file per program, called by a digest of its key: a line that says what it is for, and the program.
+
+A file is written under another name and renamed, for the user alone. What another user could have written is not read,
+nor what is not whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+log = logging.getLogger(__name__)
+
+_FOLDER, _FILE = 0o700, 0o600
+_LOOKED_AT = 64  # files, to say why there is no program
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Folder:
+    """Holds programs by the digest of their keys."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def make(self) -> None:
+        """Make the folder, for the user alone, where there is none. Raises OSError where that cannot be."""
+        self.path.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
+
+    def file_of(self, key: Mapping[str, str]) -> Path:
+        text = json.dumps(dict(key), sort_keys=True)
+        return self.path / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+    def read(self, key: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return what was written for a key; None where nothing is, or not all of it, or another could have written
+        it. The log says which."""
+        path = self.file_of(key)
+        try:
+            with open(path, encoding="utf-8") as file:
+                if not _is_private(os.fstat(file.fileno())):
+                    log.info("%s belongs to another user, or others may write to it, and is not read", path)
+                    return None
+                head, body = json.loads(file.readline()), file.read()
+        except FileNotFoundError:
+            log.info("no program is kept in %s: %s", self.path, self._why(key))
+            return None
+        except (OSError, ValueError) as error:
+            log.info("%s cannot be read: %s", path, error)
+            return None
+        if head.get("key") != dict(key) or head.get("sha256") != hashlib.sha256(body.encode()).hexdigest():
+            log.info("%s is not whole", path)
+            return None
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    def write(self, key: Mapping[str, str], program: Callable[[], Mapping[str, Any]]) -> None:
+        """Keep a program, unless one is kept for the key or another process of this host is about to: ``program`` is
+        then not called. The log says where it cannot be written."""
+        path = self.file_of(key)
+        try:
+            self.make()
+            with FileLock(path.with_suffix(".lock"), mode=_FILE).acquire(timeout=0):
+                if path.exists() and self.read(key) is not None:
+                    return
+                body = json.dumps(program(), separators=(",", ":"))
+                head = json.dumps({"key": dict(key), "sha256": hashlib.sha256(body.encode()).hexdigest()})
+                self._put(path, f"{head}\n{body}")
+        except Timeout:
+            return
+        except (OSError, NotImplementedError) as error:  # an unwritable folder, a file system without locks
+            log.info("no program can be kept in %s: %s", self.path, error)
+
+    def _put(self, path: Path, text: str) -> None:
+        handle, temporary = tempfile.mkstemp(".part", path.stem, self.path)  # nobody else can read it
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _why(self, key: Mapping[str, str]) -> str:
+        """Say what of a key differs from that of the program that has most in common with it."""
+        differences = [[name for name in key if other.get(name) != key[name]] for other in self._keys()]
+        if not differences:
+            return "there is none"
+        nearest: list[str] = min(differences, key=len)
+        return f"{', '.join(nearest)} differ from those of the nearest one"
+
+    def _keys(self) -> Iterator[dict[str, str]]:
+        try:
+            files = sorted(self.path.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        except OSError:
+            return
+        for path in files[:_LOOKED_AT]:
+            with contextlib.suppress(OSError, ValueError, KeyError), open(path, encoding="utf-8") as file:
+                yield json.loads(file.readline())["key"]
+
+
+def _is_private(status: os.stat_result) -> bool:
+    if not hasattr(os, "getuid"):
+        return True
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & _WRITABLE
