@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
+from graph_fsdp import compat
 from graph_fsdp.passes import GraphPass, PassContext, default_pipeline
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.programs import key as keys
@@ -236,6 +237,22 @@ def test_what_is_not_known_is_not_kept(folder: Path, caplog: pytest.LogCaptureFi
         assert not start(folder, **options).found
     assert said in caplog.text
     assert not list(folder.glob("*.json"))
+
+
+def test_a_decomposition_of_the_users_is_not_known_where_a_graph_could_have_the_operator(
+    key_of: Callable[..., dict[str, str]], folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    def register(target: Any) -> None:
+        table = {**compat.inductor_decompositions(), target: lambda x: x}
+        monkeypatch.setattr(compat, "inductor_decompositions", lambda: table)
+
+    before = key_of(backend="inductor")
+    register(torch.ops.graph_fsdp_tests.doubled.default)
+    assert key_of(backend="inductor") == before
+    register(torch.ops.aten.cummax.default)
+    with caplog.at_level(logging.INFO, "graph_fsdp"):
+        start(folder, lambda: MLP(1), backend="inductor")
+    assert "depends on a decomposition of aten.cummax.default that is not torch's" in caplog.text
 
 
 def test_hooks_on_saved_tensors_are_not_known(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

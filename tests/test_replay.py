@@ -16,7 +16,7 @@ import graph_fsdp
 from graph_fsdp.passes.ir.graph import PHASES
 
 # What they decide lies before the graphs (values), or needs what this machine has not (accelerators, XLA).
-WITHOUT_GRAPHS = {"sync_module_states", "param_init_fn", "checkpoint"}
+WITHOUT_GRAPHS = {"sync_module_states", "param_init_fn", "checkpoint", "programs"}
 WITH_DEVICES = {"sharding", "shard_output", "cuda_graphs", "on_host_fallback"}
 
 

@@ -25,7 +25,7 @@ from torch import fx, nn
 from graph_fsdp import compat
 from graph_fsdp.passes import GraphPass, PassContext
 from graph_fsdp.passes.ir.canonical_form import NotDescribed, describe_value
-from graph_fsdp.passes.ir.portable import Names, NotPortable, class_name
+from graph_fsdp.passes.ir.portable import NAMESPACES, Names, NotPortable, class_name
 from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec
 from graph_fsdp.programs.plain import Unknown, is_own, plain
 
@@ -115,7 +115,7 @@ def _called(node: fx.Node) -> str:
         raise Unknown(f"a {node.op} of {node.target}")
     target: Any = node.target
     if isinstance(target, compat.OpOverload):
-        if target.namespace not in ("aten", "prims", "graph_fsdp", "_c10d_functional"):
+        if target.namespace not in NAMESPACES:
             raise Unknown(f"the operator {target}, which torch has not registered")
         return str(target)
     if isinstance(target, compat.HigherOrderOperator):
@@ -223,6 +223,8 @@ def _backend_lines(engine: Engine, names: Names) -> Iterator[str]:
         yield plain(compat.inductor_settings(), names)
     table: Mapping[Any, Any] = backend.decompositions() or {}
     for target, function in table.items():
+        if getattr(target, "namespace", "") not in NAMESPACES:  # such an operator is in no graph with a key
+            continue
         function = getattr(function, "func", function)
         if not str(getattr(function, "__module__", "")).startswith(("torch.", "functools")):
             raise Unknown(f"a decomposition of {target} that is not torch's")

@@ -25,7 +25,8 @@ from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import by_name
 
-_NAMESPACES = frozenset({"aten", "prims", "graph_fsdp", "_c10d_functional"})
+# Of operators that have one meaning in all processes.
+NAMESPACES = frozenset({"aten", "prims", "graph_fsdp", "_c10d_functional"})
 _PYTHON = {"getitem": operator.getitem}
 # What a node says of where it comes from that no later step reads.
 _LEFT_OUT = frozenset(
@@ -77,7 +78,7 @@ class Names:
 
 def operator_name(target: Any) -> str:
     """Return the name of what a node calls. Raises NotPortable for what is not torch's or this package's."""
-    if isinstance(target, compat.OpOverload) and target.namespace in _NAMESPACES:
+    if isinstance(target, compat.OpOverload) and target.namespace in NAMESPACES:
         return str(target)
     if target is operator.getitem:
         return "getitem"
@@ -89,7 +90,7 @@ def operator_of(name: str) -> Any:
     if name in _PYTHON:
         return _PYTHON[name]
     namespace, packet, overload = name.split(".")
-    if namespace not in _NAMESPACES:
+    if namespace not in NAMESPACES:
         raise ValueError(f"{name!r} is no operator of torch's or of this package")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
