@@ -46,6 +46,7 @@ class Backend:
     """What programs ask of a backend in C++: on an accelerator what they ask of NCCL's, on the CPU of gloo's."""
 
     supports_coalescing: bool
+    abort: Callable[[], None]
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
@@ -66,7 +67,7 @@ class SimulatedGroup(NamedGroup):
         self._grouped: list[Message] | None = None
 
     def _get_backend(self, device: torch.device) -> Any:
-        return Backend(supports_coalescing=device.type != "cpu")
+        return Backend(supports_coalescing=device.type != "cpu", abort=self.abort)
 
     def shutdown(self) -> None:
         while self._lanes:

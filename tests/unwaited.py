@@ -6,6 +6,7 @@ ranks have started as many, which a thread finds out, as a device would; ``synch
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from typing import Any
@@ -29,34 +30,43 @@ class UnwaitedWork(dist.Work):
         return self.ended.is_set()
 
 
-class UnwaitedGroup(NamedGroup):
-    backend = BACKEND
+class Unwaited:
+    """Of a process group: its collectives end on a thread, once all ranks have started as many."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str) -> None:
-        super().__init__(rank, world_size, name)
+    def share(self, store: dist.Store) -> None:
         self._store = store.clone()  # type: ignore[attr-defined]
         self._under_way: queue.SimpleQueue[UnwaitedWork] = queue.SimpleQueue()
         self._last = UnwaitedWork()
         self._last.ended.set()
         self.aborted = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     def abort(self) -> None:
         self.aborted.set()
 
     shutdown = abort
 
+    def _end(self) -> None:
+        """The thread must not run into the end of the interpreter."""
+        self.aborted.set()
+        self._under_way.put(UnwaitedWork())
+        self._thread.join(10.0)
+
     def _run(self) -> None:
-        number = 0
+        number, size = 0, self.size()  # type: ignore[attr-defined]
         while not self.aborted.is_set():
             work, number = self._under_way.get(), number + 1
+            if self.aborted.is_set():
+                return
             self._store.add(f"collective {number}", 1)
-            while self._store.add(f"collective {number}", 0) < self.size():
+            while self._store.add(f"collective {number}", 0) < size:
                 if self.aborted.wait(0.01):
                     return
             work.ended.set()
 
-    def _launch(self) -> dist.Work:
+    def started(self) -> UnwaitedWork:
         self._last = UnwaitedWork()
         self._under_way.put(self._last)
         return self._last
@@ -66,21 +76,29 @@ class UnwaitedGroup(NamedGroup):
             if self.aborted.is_set():
                 raise RuntimeError("the collectives of the device were aborted")
 
+
+class UnwaitedGroup(Unwaited, NamedGroup):
+    backend = BACKEND
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str) -> None:
+        super().__init__(rank, world_size, name)
+        self.share(store)
+
     # Collectives, under the names of c10d. torch 2.13 renamed some of them.
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         output.view(self.size(), -1).copy_(input.view(1, -1))
-        return self._launch()
+        return self.started()
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         output.view(-1).copy_(input.view(self.size(), -1)[self.rank()])
-        return self._launch()
+        return self.started()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._launch()
+        return self.started()
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._launch()
+        return self.started()
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 

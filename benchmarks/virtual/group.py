@@ -115,7 +115,7 @@ class VirtualGroup(SimulatedGroup):
     landed: ClassVar[list[tuple[str, bool]]] = []
 
     def _get_backend(self, device: torch.device) -> Any:
-        return RegisteringBackend(supports_coalescing=device.type != "cpu")
+        return RegisteringBackend(supports_coalescing=device.type != "cpu", abort=self.abort)
 
     def _launch(self, messages: Sequence[Message]) -> dist.Work | None:
         for message in messages:

@@ -22,6 +22,8 @@ from graph_fsdp.runtime.ranks import agreement
 # "later", between the second and the third of a forward.
 FAULTS: dict[str, Callable[[], object]] = {}
 
+DEVICE = torch.device("cpu")
+
 
 def happen(where: str) -> None:
     fault = FAULTS.pop(where, None)
@@ -58,12 +60,12 @@ class Struck(MLP):
 
 
 def batch(rows: int = 4) -> Tensor:
-    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE)
 
 
 def compiled(**options: object) -> nn.Module:
     torch.manual_seed(0)
-    return graph_fsdp.compile(Struck(depth=3), **{"backend": "eager", **options})
+    return graph_fsdp.compile(Struck(depth=3).to(DEVICE), **{"backend": "eager", **options})
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> float:

@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 # Modules of faults; what each has beside tests and facts.
 MODULES = (
     *("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults", "test_long_waits"),
-    "test_watch",
+    *("test_watch", "test_watch_virtual"),
 )
 _RUNNERS = {
     "test_on_two_ranks",
@@ -33,6 +33,7 @@ _RUNNERS = {
     "test_one_rank_raises_elsewhere",
     "long_waits_are_told",
     "ranks_are_watched",
+    "ranks_of_the_virtual_device_are_watched",
 }
 _ROW = re.compile(r"^\| (?P<fault>[^|]+) \| (?P<what>[^|]+) \| `(?P<file>\w+)\.py`: (?P<names>[^|]+) \|(?P<rest>.*)$")
 
