@@ -11,6 +11,7 @@ from test_schedule_options import report_of
 
 import graph_fsdp
 from graph_fsdp.passes import Graph, GraphPass, Hardware, Link, PassContext, default_pipeline, find_hardware
+from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.report.report import GraphView
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_module")
@@ -82,15 +83,15 @@ def test_weight_gradients_are_delayed_where_that_hides_a_reduction(name: str, ba
 
 
 class GivenPlan(GraphPass):
-    """Has the ranks decided on ``order`` for backward."""
+    """Has the ranks decided on ``order`` for the graphs of a phase."""
 
-    name, phases, requires = "given_plan", ("backward",), ("bucketed",)
+    name, requires = "given_plan", ("bucketed",)
 
-    def __init__(self, order: list[tuple[str, str]]) -> None:
-        self.order = order
+    def __init__(self, order: list[tuple[str, str]], phase: Phase = "backward") -> None:
+        self.order, self.phases = order, (phase,)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        context.plan.collectives["backward"] = self.order
+        context.plan.collectives[graph.phase] = self.order
         return None
 
 
@@ -102,3 +103,14 @@ def test_a_rank_that_is_given_a_plan_delays_what_the_plan_says() -> None:
     model = graph_fsdp.compile(MLP(depth=3), backend="eager", passes=pipeline, reshard_after_forward=True)
     model(torch.randn(4, 16)).sum().backward()
     assert sequence(graph_fsdp.inspect(model).backward) == sequence(two)
+
+
+def test_a_rank_that_is_given_another_order_of_gathers_starts_them_in_it() -> None:
+    own = report_of().forward.graph
+    assert own is not None
+    order = [own.collectives[1], own.collectives[0], *own.collectives[2:]]
+    pipeline = default_pipeline().insert_before("prefetch", GivenPlan(order, "forward"))
+    model = graph_fsdp.compile(MLP(depth=3), backend="eager", passes=pipeline, reshard_after_forward=True)
+    model(torch.randn(4, 16))
+    found = graph_fsdp.inspect(model).forward.graph
+    assert found is not None and found.collectives == order

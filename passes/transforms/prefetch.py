@@ -72,7 +72,7 @@ class Prefetch(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> str | None:
         context.budget = self.budget if self.budget is not None else context.budget
         planned = context.plan.collectives.get(graph.phase)
-        gathers = _in_plan_order(graph.with_role(Role.GATHER_START), planned)
+        gathers = graph.with_role(Role.GATHER_START)
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
         distance = self._distance(graph.phase)
         lift(graph)
