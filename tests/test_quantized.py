@@ -233,6 +233,21 @@ def evaluation_is_exact() -> None:
         assert torch.equal(compiled(nf4)(x), adapted(nf4)(x))
 
 
+@FACTS
+def ranks_with_other_blocks_of_as_many_bytes_disagree() -> None:
+    from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+
+    def in_blocks(linear: nn.Linear) -> None:
+        size = 256 if torch.distributed.get_rank() == 0 else 128
+        weight = nf4_tensor.to_nf4(linear.weight.detach(), scaler_block_size=size)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+
+    model = compiled(in_blocks)
+    assert model.get_parameter("0.base.weight").shape == compiled(nf4).get_parameter("0.base.weight").shape
+    with pytest.raises(graph_fsdp.RankDisagreement, match=r"parameter 0.base.weight .* NF4Tensor \[128, 128\] of \("):
+        train(model, 1)
+
+
 # What people do
 
 

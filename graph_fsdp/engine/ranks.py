@@ -173,11 +173,12 @@ def _facts(engine: Engine) -> list[str]:
     lines += [f"pass {p!r}" for p in engine.pipeline]
     for bucket in spec.buckets:
         lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
-    for p in spec.parameters.values():
+    for name, p in spec.parameters.items():
         dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
         frozen = "" if p.trainable else " frozen"
         dim = f" sharded on dimension {p.shard_dim}" if p.shard_dim else ""
-        lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}{dim}")
+        layout = f" {found.layout}" if (found := engine.storage.parameters[name]).layout else ""
+        lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}{dim}{layout}")
     payloads = (p for gather in engine.extensions.values() for p in gather.payloads)
     return [*lines, *(f"payload {p.name} {list(p.shape)} {p.dtype}" for p in payloads)]
 

@@ -60,23 +60,34 @@ class Wrapper:
         inner = {name: part.of(stored) for name, part in self.inner.items()}
         return self.subclass.__tensor_unflatten__(inner, self.context, torch.Size(self.shape), self.stride)
 
+    def layout(self) -> str:
+        """Say which inner tensors the bytes are, for ranks to compare."""
+        inner = (
+            f"{name} {part.layout()}"
+            if isinstance(part, Wrapper)
+            else f"{name} {list(part.shape)} {part.dtype} {part.order}"
+            for name, part in self.inner.items()
+        )
+        return f"{self.subclass.__qualname__} {list(self.shape)} of ({', '.join(inner)})"
+
 
 @dataclass(frozen=True)
 class Quantized:
     """Holds a quantized parameter until it is sharded.
 
     ``value``: the parameter. ``sharded``: like its bytes, a vector of uint8, without memory. ``as_model_uses_it`` makes
-    the tensor subclass of the gathered bytes."""
+    the tensor subclass of the gathered bytes. ``layout``: which of them are what."""
 
     name: str
     value: Tensor
     sharded: nn.Parameter
     as_model_uses_it: Callable[[Tensor], Any]
+    layout: str
 
     def put_into(self, storage: Shards) -> None:
         """Fill the parameter's shard, and say there what the model uses."""
         parameter = storage.parameters[self.name]
-        parameter.as_used = self.as_model_uses_it
+        parameter.as_used, parameter.layout = self.as_model_uses_it, self.layout
         parameter.used_like = torch.empty(self.value.shape, dtype=self.value.dtype, device="meta")
         storage.fill(parameter, self.stored())
 
@@ -141,7 +152,7 @@ def find_quantized(
             use = _use(wrapper)
             uses.append((wrapper, use))
         like = compat.emptied((max(part.end for part in _plain_parts(wrapper)),), torch.uint8, device)
-        found[name] = Quantized(name, p, nn.Parameter(like, requires_grad=False), use)
+        found[name] = Quantized(name, p, nn.Parameter(like, requires_grad=False), use, wrapper.layout())
     return found
 
 

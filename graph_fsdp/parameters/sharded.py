@@ -38,6 +38,7 @@ class ShardedParameter:
     whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
     as_used: Callable[[Tensor], Any] | None = None  # makes the tensor subclass that the model uses of what is gathered
     used_like: Tensor | None = None  # of its shape and dtype, where these are others than what is gathered has
+    layout: str = ""  # of a quantized parameter's bytes
 
     @functools.cached_property
     def is_whole(self) -> bool:
