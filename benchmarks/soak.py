@@ -77,7 +77,8 @@ class Sample:
     graphs: int
 
 
-def sample(step: int, process: int, model: int, graphs: int) -> Sample:
+def size_of_process() -> tuple[int, int, int]:
+    """Resident bytes, open files and threads of this process, once it saves nothing."""
     for thread in threading.enumerate():
         if thread.name.startswith("graph_fsdp-save"):  # counted between saves
             thread.join()
@@ -85,7 +86,11 @@ def sample(step: int, process: int, model: int, graphs: int) -> Sample:
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     files, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-    return Sample(step, process, model, resident, files, threads, graphs)
+    return resident, files, threads
+
+
+def sample(step: int, process: int, model: int, graphs: int) -> Sample:
+    return Sample(step, process, model, *size_of_process(), graphs)
 
 
 class Life:
