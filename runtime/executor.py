@@ -169,6 +169,9 @@ class ProgramText:
         param, last = dialect.argument(node, "param"), dialect.argument(node, "last")
         return f"frame.update({param!r}, {self._given(node)}, {last})"
 
+    def mean_over_groups(self, node: fx.Node) -> str:
+        return f"frame.mean_over_groups({dialect.argument(node, 'bucket')!r}, {self._given(node)})"
+
     def hook(self, node: fx.Node) -> str:
         return f"frame.hook({dialect.argument(node, 'unit')!r}, {self._given(node)})"
 
@@ -227,6 +230,7 @@ _CALLS: dict[Any, Callable[[ProgramText, fx.Node], str]] = {
     dialect.keep_shard: ProgramText.keep_shard,
     dialect.accumulate_grad: ProgramText.keep,
     dialect.update_shard: ProgramText.update,
+    dialect.mean_over_groups: ProgramText.mean_over_groups,
     dialect.reduce_hook: ProgramText.hook,
     dialect.reduce_payloads: ProgramText.reduce_payloads,
     dialect.offload_activation: ProgramText.offload,
