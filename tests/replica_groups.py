@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import json
+import math
 import os
 import signal
 import time
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from launch import started
@@ -23,6 +26,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graph_fsdp
 from graph_fsdp.integrations.torchft import replicate
 
+needs_torchft = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason="torchft is not installed (the extra torchft)"
+)
 RANKS = 2
 TIMEOUT = 240.0  # seconds, ends what hangs
 CLIPPED = 0.5
@@ -151,9 +157,12 @@ def read(folder: Path, group: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def wait_for(happens: Callable[[], object]) -> None:
+def wait_for(happens: Callable[[], object], *directories: Path) -> None:
+    """Wait until something happens; raise what ranks of these groups have raised meanwhile."""
     deadline = time.monotonic() + TIMEOUT
+    errors = [directory / f"error{rank}" for directory in directories for rank in range(RANKS)]
     while not happens():
+        assert not (found := [path.read_text() for path in errors if path.exists()]), "\n".join(found)
         assert time.monotonic() < deadline, "nothing has happened"
         time.sleep(0.02)
 
@@ -168,10 +177,8 @@ def group_of(number: int, directory: Path, given: Training) -> Iterator[Any]:
 
 def results(*directories: Path) -> list[dict[str, Tensor]]:
     """What the ranks of groups have returned, when all have; an error that one has left is raised."""
-    errors = [directory / f"error{rank}" for directory in directories for rank in range(RANKS)]
     paths = [directory / f"result{rank}.pt" for directory in directories for rank in range(RANKS)]
-    wait_for(lambda: all(path.exists() for path in paths) or any(path.exists() for path in errors))
-    assert not (found := [path.read_text() for path in errors if path.exists()]), "\n".join(found)
+    wait_for(lambda: all(path.exists() for path in paths), *directories)
     return [torch.load(path) for path in paths]
 
 
@@ -212,9 +219,7 @@ def check(folder: Path, given: Training, parameters: list[dict[str, Tensor]], to
     losses, last = expected(given, divisors)
     for step, groups in lines.items():
         for group, line in groups.items():
-            assert line["loss"] == torch.tensor(losses[step][group]).item() or abs(
-                line["loss"] - losses[step][group]
-            ) < tolerance * abs(losses[step][group]), (step, group, line, losses[step])
+            assert math.isclose(line["loss"], losses[step][group], rel_tol=tolerance), (step, group, line)
     for found in parameters:
         for name, value in found.items():
             assert torch.equal(value, parameters[0][name]), name

@@ -121,12 +121,13 @@ def _mean_over_groups(manager: Any, compared: set[tuple[int, str]], bucket: str,
 
 def _compare(manager: Any, bucket: str, reduced: Tensor) -> None:
     """Compare with the groups of a new quorum which bucket is next. They have no store in common, and a message costs
-    less than one. The mean of equal numbers is that number, and a group that heals has no part in it."""
+    less than one. A group that heals sends zeros, and torchft may count it: so the number of groups is sent, too."""
     described = f"{bucket} of {reduced.numel()} elements of {reduced.dtype}"
-    mine = float(int.from_bytes(hashlib.sha256(described.encode()).digest()[:5], "big"))  # 8192 of them add up exactly
-    number = torch.tensor([mine], dtype=torch.float64, device=reduced.device)
-    manager.allreduce(number).wait()
-    if not manager.errored() and number.item() != mine:
+    mine = int.from_bytes(hashlib.sha256(described.encode()).digest()[:5], "big")  # 8192 of them add up exactly
+    numbers = torch.tensor([mine, 1], dtype=torch.float64, device=reduced.device)
+    manager.allreduce(numbers).wait()
+    total, groups = numbers.tolist()
+    if not manager.errored() and groups and round(total / groups) != mine:
         raise RankDisagreement(
             f"this replica group is about to reduce bucket {described} over replica groups, and another group "
             "something else; use the same model, mesh, options and passes in all groups, and let no branch depend on a "
