@@ -6,7 +6,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/fault_tolerant_gpt.py --replica 1 &
 
 Each group shards over the ranks of its own torchrun. Kill one (`kill -9` of a rank ends its torchrun), and start the
-same command again, or have torchrun do so with `--max-restarts`: losses go on as if its batches had been left out.
+same command again, or have torchrun do so with `--max-restarts` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: losses go on
+as if its batches had been left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from graph_fsdp.integrations.torchft import replicate
 
 def manager_of(replica: int, ranks: Ranks) -> torchft.Manager:
     """The manager of this rank. The first rank of the group makes it before the others look for its address in the
-    store, where torchrun's last attempt has left another."""
+    store, where an attempt before may have left another."""
     kinds = {"cpu": torchft.ProcessGroupGloo, "cuda": torchft.ProcessGroupNCCL, "xpu": torchft.ProcessGroupXCCL}
     if ranks.rank > 0:
         dist.barrier()

@@ -19,6 +19,7 @@ from replica_groups import Training, check, group_of, lighthouse, needs_torchft,
 
 pytestmark = [pytest.mark.long, needs_torchft]
 STEPS, KILLED_AT, LEFT = 200, 60, 20
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or restarted ranks find addresses of dead ones
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,7 +49,7 @@ def torchrun(log: Path, address: str, replica: int) -> Iterator[int]:
     process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "examples/fault_tolerant_gpt.py", "--backend", "eager", "--steps", "1000000"]
-    environment = {**os.environ, "TORCHFT_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TORCHFT_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1", **OWN_STORE}
     with open(log, "w") as output:
         started = subprocess.Popen(
             [*command, "--replica", str(replica)], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
