@@ -87,4 +87,4 @@ def test_the_example_goes_on_while_torchrun_restarts_a_group(tmp_path: Path) -> 
         assert again is not None
         wait_for(lambda: step_of(logs[1], 2, again - 1) is not None)
         assert step_of(logs[1], 2, again - 1) == again, "the group that is back takes part in the same step"
-    assert logs[0].read_text().count("to be repeated") <= 1
+        assert logs[0].read_text().count("to be repeated") <= 1
