@@ -89,11 +89,11 @@ def manager_of(group: int, lighthouse: str, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def lighthouse() -> Iterator[str]:
-    """torchft's, and its address."""
+def lighthouse(groups: int = 1) -> Iterator[str]:
+    """torchft's, and its address. A quorum has so many groups, or more."""
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=3000)
+    server = LighthouseServer(bind="[::]:0", min_replicas=groups, join_timeout_ms=60_000, heartbeat_timeout_ms=3000)
     try:
         yield f"http://localhost:{server.address().rpartition(':')[2]}"
     finally:

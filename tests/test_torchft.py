@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
-from graph_fsdp import CheckpointError, UnsupportedError
+from graph_fsdp import CheckpointError, RankDisagreement, UnsupportedError
 from graph_fsdp.integrations.torchft import replicate
+from graph_fsdp.report.report import engine_of
 
 pytestmark = needs_torchft
 
@@ -141,7 +143,7 @@ def test_models_that_are_refused(manager: Any) -> None:
     ):
         with pytest.raises(UnsupportedError, match=reason):
             replicate(model, manager, adamw(model))
-    assert not manager._user_state_dicts
+    manager.register_state_dict_fn("graph_fsdp", print, dict)  # the key is free
 
 
 def test_an_optimizer_that_steps_in_backward_is_refused_before_and_after(manager: Any) -> None:
@@ -171,7 +173,7 @@ def test_wrong_arguments_change_nothing(manager: Any) -> None:
     with pytest.raises(TypeError, match="key must be a name"):
         replicate(model, manager, optimizer, key="")
     assert not calls(backward_of(model), "mean_over_groups")
-    assert not manager._user_state_dicts
+    manager.register_state_dict_fn("graph_fsdp", print, dict)  # the key is free
 
 
 def test_one_process_is_no_group_to_replicate(lighthouse: str) -> None:
@@ -184,15 +186,59 @@ def test_one_process_is_no_group_to_replicate(lighthouse: str) -> None:
             replicate(model, manager, adamw(model))
 
 
-def sent(manager: Any) -> dict[str, Any]:
+def test_groups_get_the_mean_or_an_error_if_they_reduce_something_else(fake_group: None) -> None:
+    """Two managers in one process, a thread each, and real messages between them."""
+    store = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as threads:
+        address = stack.enter_context(replica_groups.lighthouse(groups=2))
+        groups = []
+        for group in range(2):
+            where = {"store_addr": "localhost", "store_port": store[group].port, "rank": 0, "world_size": 1}
+            manager = manager_of(group, address, use_async_quorum=False, **where)
+            stack.callback(manager.shutdown)
+            model = compiled()
+            replicate(model, manager, adamw(model))
+            groups.append((manager, engine_of(model).kept.mean_over_groups))
+
+        def step(group: int, of_all: str) -> list[float]:
+            manager, mean = groups[group]
+            manager.start_quorum()
+            for index in range(2):
+                mean("" if index else of_all, reduced := torch.full((3,), float(group + index)))
+            manager.should_commit()
+            return reduced.tolist()
+
+        assert list(threads.map(step, range(2), ["2 buckets", "2 buckets"])) == [[1.5] * 3] * 2
+        for result in [threads.submit(step, group, f"{group} buckets") for group in range(2)]:
+            with pytest.raises(RankDisagreement, match=r"is about to reduce \d buckets"):
+                result.result()
+
+
+@pytest.fixture
+def states(manager: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """By key, what loads and what gives a state."""
+    found: dict[str, Any] = {}
+    register = manager.register_state_dict_fn
+
+    def recorded(key: str, load: Any, save: Any) -> None:
+        register(key, load, save)
+        found[key] = load, save
+
+    monkeypatch.setattr(manager, "register_state_dict_fn", recorded)
+    return found
+
+
+def sent(states: dict[str, Any]) -> dict[str, Any]:
     """What a live group sends, after the way through a file."""
     content = io.BytesIO()
-    torch.save(manager._manager_state_dict()["user"]["graph_fsdp"], content)
+    torch.save(states["graph_fsdp"][1](), content)
     return torch.load(io.BytesIO(content.getvalue()), weights_only=False)  # as torchft's transports load it
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_group_that_heals_has_the_state_of_the_live_one(manager: Any, distributed: bool) -> None:
+def test_a_group_that_heals_has_the_state_of_the_live_one(
+    manager: Any, states: dict[str, Any], distributed: bool
+) -> None:
     def group(seed: int, key: str) -> tuple[Any, Any]:
         torch.manual_seed(seed)
         model = compiled()
@@ -212,7 +258,7 @@ def test_a_group_that_heals_has_the_state_of_the_live_one(manager: Any, distribu
     live[1].param_groups[0]["lr"] = 0.125
     for _ in range(2):
         step(*live)
-    manager._load_state_dict_fns["healing"](sent(manager))
+    states["healing"][0](sent(states))
     assert healing[1].param_groups[0]["lr"] == 0.125
     for _ in range(2):
         for p, q in zip(live[0].parameters(), healing[0].parameters(), strict=True):
@@ -226,16 +272,16 @@ def test_a_group_that_heals_has_the_state_of_the_live_one(manager: Any, distribu
         step(*healing)
 
 
-def test_the_state_of_another_group_is_refused_before_anything_is_changed(manager: Any) -> None:
+def test_the_state_of_another_group_is_refused_before_anything_is_changed(manager: Any, states: dict[str, Any]) -> None:
     model = compiled()
     replicate(model, manager, adamw(model))
-    load = manager._load_state_dict_fns["graph_fsdp"]
+    load, _ = states["graph_fsdp"]
     before = [p.to_local().clone() for p in model.parameters()]
-    other = sent(manager)
+    other = sent(states)
     other["tensors"]["head.weight"] = other["tensors"]["head.weight"][:0]
     with pytest.raises(CheckpointError, match=r"float32\[0, 16\] for this rank's part of 'head.weight'"):
         load(other)
-    other = sent(manager)
+    other = sent(states)
     other["optimizers"][0]["param_groups"] *= 2
     with pytest.raises(CheckpointError, match="groups with"):
         load(other)

@@ -71,14 +71,14 @@ def replicate(
     if not state.optimizers:
         raise TypeError("optimizer must be one or several torch.optim.Optimizer: a group that comes back needs states")
     manager.register_state_dict_fn(key, state.load_state_dict, state.state_dict)
-    engine.kept.mean_over_groups = partial(_mean_over_groups, manager, set())
+    engine.kept.mean_over_groups = partial(_mean_over_groups, manager)
     change(engine, over_groups=True)
 
 
 def _checked(model: nn.Module, manager: Any, key: str) -> Engine:
     compiled_model(model)
     engine, unit = place(model)
-    wanted = ("allreduce", "register_state_dict_fn", "wait_quorum", "errored")
+    wanted = ("allreduce", "register_state_dict_fn", "errored")
     if missing := [name for name in wanted if not callable(getattr(manager, name, None))]:
         raise TypeError(f"manager must be a torchft.Manager, and this {type(manager).__name__} has no {missing[0]}()")
     if not isinstance(key, str) or not key:
@@ -104,34 +104,26 @@ def _checked(model: nn.Module, manager: Any, key: str) -> Engine:
     return engine
 
 
-def _mean_over_groups(manager: Any, compared: set[tuple[int, str]], bucket: str, reduced: Tensor) -> None:
+def _mean_over_groups(manager: Any, of_all: str, reduced: Tensor) -> None:
     """Replace ``reduced``, this rank's flat shard of a bucket's gradients, by its mean over the groups of the step.
-    Without another message where a collective of the step has failed. ``compared``: (quorum, bucket)."""
-    if manager.errored():
-        return
-    manager.wait_quorum()
-    quorum = manager._quorum_id
-    if (quorum, bucket) not in compared:
-        _compare(manager, bucket, reduced)
-        compared.add((quorum, bucket))
-    if reduced.is_complex():
-        reduced = torch.view_as_real(reduced)
-    manager.allreduce(reduced).wait()
+    Without another message where a collective of the step has failed. ``of_all``: what the buckets of a program are,
+    with the first one; "" with the others."""
+    if of_all and not manager.errored():
+        _compare(manager, of_all, reduced.device)
+    manager.allreduce(torch.view_as_real(reduced) if reduced.is_complex() else reduced).wait()
 
 
-def _compare(manager: Any, bucket: str, reduced: Tensor) -> None:
-    """Compare with the groups of a new quorum which bucket is next. They have no store in common, and a message costs
-    less than one. A group that heals sends zeros, and torchft may count it: so the number of groups is sent, too."""
-    described = f"{bucket} of {reduced.numel()} elements of {reduced.dtype}"
-    mine = int.from_bytes(hashlib.sha256(described.encode()).digest()[:5], "big")  # 8192 of them add up exactly
-    numbers = torch.tensor([mine, 1], dtype=torch.float64, device=reduced.device)
+def _compare(manager: Any, of_all: str, device: torch.device) -> None:
+    """Compare with the other groups what is about to be reduced. They have no store in common, and one small message
+    does it. A group that heals sends zeros, and torchft may count it: so the number of groups is sent, too."""
+    mine = int.from_bytes(hashlib.sha256(of_all.encode()).digest()[:5], "big")  # 8192 of them add up exactly
+    numbers = torch.tensor([mine, 1], dtype=torch.float64, device=device)
     manager.allreduce(numbers).wait()
     total, groups = numbers.tolist()
     if not manager.errored() and groups and round(total / groups) != mine:
         raise RankDisagreement(
-            f"this replica group is about to reduce bucket {described} over replica groups, and another group "
-            "something else; use the same model, mesh, options and passes in all groups, and let no branch depend on a "
-            "group's data"
+            f"this replica group is about to reduce {of_all}, over replica groups, and another one something else; use "
+            "the same model, mesh, options and passes in all groups, and let no branch depend on a group's data"
         )
 
 
@@ -150,7 +142,7 @@ class _State:
         return {
             "tensors": self._tensors(),
             "optimizers": [_optimizer_state(optimizer) for optimizer in self.optimizers],
-            "plans": {kind: plan.to_json() for kind, plan in self.engine.schedules.plans.items()},
+            "plans": {kind: plan.to_json() for kind, plan in self.engine.schedules.plans.copy().items()},
         }
 
     @torch.no_grad()
@@ -164,6 +156,11 @@ class _State:
             raise CheckpointError(
                 f"a live replica group has {_described(given, name)} for this rank's part of {name!r}, and this group "
                 f"{_described(mine, name)}; start it with the same model and as many ranks"
+            )
+        if len(state["optimizers"]) != len(self.optimizers):
+            raise CheckpointError(
+                f"a live replica group has {len(state['optimizers'])} optimizers, and this group {len(self.optimizers)}"
+                "; start it with the same ones"
             )
         optimizers = list(zip(self.optimizers, state["optimizers"], strict=True))
         loaded = [_as_here(optimizer, saved) for optimizer, saved in optimizers]
