@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,9 +27,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graph_fsdp
 from graph_fsdp.integrations.torchft import replicate
 
-needs_torchft = pytest.mark.skipif(
-    importlib.util.find_spec("torchft") is None, reason="torchft is not installed (the extra torchft)"
-)
+
+def _missing() -> str:
+    if importlib.util.find_spec("torchft") is None:
+        return "torchft is not installed (the extra torchft)"
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return "the name of this host does not resolve, by which torchft's transport is found"
+    return ""
+
+
+needs_torchft = pytest.mark.skipif(bool(_missing()), reason=_missing())
 RANKS = 2
 TIMEOUT = 240.0  # seconds, ends what hangs
 CLIPPED = 0.5

@@ -93,6 +93,22 @@ def test_buckets_of_several_units_have_one_mean(manager: Any) -> None:
     assert calls(backward_of(model), "mean_over_groups").count("mean_over_groups(") == 1
 
 
+def test_a_group_that_comes_back_compiles_little(manager: Any, tmp_path: Path) -> None:
+    """Its regions are those of a step before ``replicate``, its programs those of an earlier start."""
+    model = compiled(programs=tmp_path)
+    backward_of(model)
+    regions = engine_of(model).regions
+    before = regions.compiled
+    for key in ("first", "second"):
+        replicate(model, manager, adamw(model), key=key)
+        manager.start_quorum()
+        assert calls(backward_of(model), "mean_over_groups")
+        assert (graph_fsdp.inspect(model).graphs[-1].remake is not None) is (key == "second"), "found on disk"
+        assert key == "second" or regions.compiled == before
+        torch._dynamo.reset()
+        model = compiled(programs=tmp_path)
+
+
 def test_a_failed_collective_raises_nothing_and_the_step_is_repeated(manager: Any) -> None:
     import torchft
 
