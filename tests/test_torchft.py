@@ -304,7 +304,8 @@ def test_the_state_of_another_group_is_refused_before_anything_is_changed(manage
     assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_two_groups_train_as_one_process(tmp_path: Path, lighthouse: str, asynchronous: bool) -> None:
     given = Training(str(tmp_path), lighthouse, steps=4, asynchronous=asynchronous, microbatches=2)
     with contextlib.ExitStack() as running:
