@@ -25,6 +25,7 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame, StartPlan, start_copy, start_gather, start_reduction
 from graph_fsdp.runtime.observe import Event, MakeObserver, Watcher, observed, ranges, seen_by
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
+from graph_fsdp.runtime.ranks.agreement import digest
 from graph_fsdp.runtime.regions.regions import Region, RegionCache, cut, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots, by_device
 from graph_fsdp.runtime.withheld_gradients import KeptGradients, begins_in_shard, keep_plan, owned_gradients
@@ -169,6 +170,13 @@ class ProgramText:
         param, last = dialect.argument(node, "param"), dialect.argument(node, "last")
         return f"frame.update({param!r}, {self._given(node)}, {last})"
 
+    def mean_over_groups(self, node: fx.Node) -> str:
+        bucket, means = dialect.argument(node, "bucket"), self.graph.with_role(Role.MEAN_OVER_GROUPS)
+        values = [(dialect.argument(mean, "bucket"), mean.meta["val"]) for mean in means]
+        order = digest([f"{name} {value.numel()} {value.dtype}" for name, value in values])
+        of_all = f"{len(means)} buckets, {order[:16]}" if node is means[0] else ""
+        return f"frame.mean_over_groups({bucket!r}, {of_all!r}, {self._given(node)})"
+
     def hook(self, node: fx.Node) -> str:
         return f"frame.hook({dialect.argument(node, 'unit')!r}, {self._given(node)})"
 
@@ -227,6 +235,7 @@ _CALLS: dict[Any, Callable[[ProgramText, fx.Node], str]] = {
     dialect.keep_shard: ProgramText.keep_shard,
     dialect.accumulate_grad: ProgramText.keep,
     dialect.update_shard: ProgramText.update,
+    dialect.mean_over_groups: ProgramText.mean_over_groups,
     dialect.reduce_hook: ProgramText.hook,
     dialect.reduce_payloads: ProgramText.reduce_payloads,
     dialect.offload_activation: ProgramText.offload,

@@ -118,6 +118,11 @@ class Frame:
         self.counter.count("payload_reduce")
         return seen_by(self.observers, Event("call", None, "reduce payloads"), reduce, values)
 
+    def mean_over_groups(self, bucket: str, of_all: str, buffer: Tensor) -> Tensor:
+        event = Event("call", None, "mean over groups", bucket)
+        seen_by(self.observers, event, self.kept.mean_over_groups, of_all, buffer)
+        return buffer
+
     def hook(self, unit: str, buffer: Tensor) -> Tensor:
         seen_by(self.observers, Event("call", None, "hook", unit or "root"), self.kept.hooks[unit], buffer)
         return buffer

@@ -113,6 +113,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     dialect.all_reduce_shard_start: collectives.start_shard_all_reduce,
     dialect.accumulate_grad: _accumulate_grad,
     dialect.update_shard: lambda grad, param, last: torch.empty_like(grad),
+    dialect.mean_over_groups: lambda buffer: buffer,
     dialect.reduce_hook: lambda buffer: buffer,
     dialect.reduce_payloads: collectives.reduce_payloads,
     dialect.fetch_start: copies.start_fetch,

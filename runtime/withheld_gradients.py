@@ -47,10 +47,12 @@ class KeepPlan:
 
 @dataclass
 class KeptGradients:
-    """Holds kept gradients by parameter and whether they are reduced shards, hooks on reduced ones by unit, and by
-    parameter what steps it in backward, given gradients of shards by name."""
+    """Holds kept gradients by parameter and whether they are reduced shards, what takes the mean of a bucket's reduced
+    ones over replica groups, in place (given with the first bucket of a program what all of it are, else ""), hooks on
+    reduced ones by unit, and by parameter what steps it in backward, given gradients of shards by name."""
 
     gradients: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
+    mean_over_groups: Callable[[str, Tensor], None] = lambda of_all, reduced: None
     hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
     updates: dict[str, Callable[[dict[str, Tensor]], None]] = field(default_factory=dict)
 

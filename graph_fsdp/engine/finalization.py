@@ -68,6 +68,7 @@ class Finalization:
             unsynced=self.unreduced,
             divide_factors=now.divide_factors,
             summed=now.summed,
+            over_groups=now.over_groups,
             hooked=now.hooked,
             reductions_in_flight=now.reductions_in_flight,
             own_reduce_group=now.own_reduce_group,

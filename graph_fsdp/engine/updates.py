@@ -31,6 +31,7 @@ class Updates:
             "gradients are not reduced now, or not over all ranks (set_requires_gradient_sync, no_sync, "
             "set_requires_all_reduce, set_manual_backward_finalization)": engine.settings.unsynced
             or engine.settings.unreplicated,
+            "torchft says after a backward whether its gradients count": engine.settings.over_groups,
             "another optimizer steps its parameters in backward": engine.kept.updates.keys() & set(names),
         }
         if found := [reason for reason, holds in reasons.items() if holds]:

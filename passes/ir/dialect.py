@@ -73,6 +73,7 @@ class Role(enum.Enum):
     SHARD_GRAD = "shard_grad"  # the gradient of a local shard
     ACCUMULATE = "accumulate"  # keeps a gradient for a later graph, which reduces it
     UPDATE = "update"  # gives the gradient of a local shard to the optimizer
+    MEAN_OVER_GROUPS = "mean_over_groups"  # of replica groups that come and go
     REDUCE_HOOK = "reduce_hook"
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
     KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
@@ -236,6 +237,11 @@ update_shard = _define(
     Effect.LOCAL,
     "no gradient: the optimizer gets ``grad``, and steps with ``last``, for all that it got",
     lambda grad: grad.new_empty(grad.shape),
+)
+mean_over_groups = _define(
+    "mean_over_groups(Tensor(a!) buffer, str bucket) -> Tensor(a!)",
+    Effect.LOCAL,
+    "the same buffer: the mean over replica groups that come and go, each of which has a program of its own",
 )
 reduce_hook = _define(
     "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",

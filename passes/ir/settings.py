@@ -29,6 +29,7 @@ class Settings:
     ``divide_factors``: (unit, what sums of gradients are divided by, instead of the number of ranks).
     ``summed``: units whose reductions are sums, divided apart.
     ``stepped``: parameters that an optimizer steps in backward.
+    ``over_groups``: reduced gradients are reduced again over replica groups that come and go, outside of the mesh.
     ``hooked``: units whose reduced gradients are shown to a function of the user.
     ``reductions_in_flight``: how many may be under way at once; None for what the pipeline has.
     ``own_reduce_group``: reductions over the ranks that shard have a process group of their own.
@@ -46,6 +47,7 @@ class Settings:
     divide_factors: tuple[tuple[str, float], ...] = ()
     summed: frozenset[str] = frozenset()
     stepped: frozenset[str] = frozenset()
+    over_groups: bool = False
     hooked: frozenset[str] = frozenset()
     reductions_in_flight: int | None = None
     own_reduce_group: bool = False

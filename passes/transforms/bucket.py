@@ -41,7 +41,8 @@ class Bucket(GraphPass):
     """Makes one ``all_gather_start``/``wait`` pair of a bucket's gathers, with a view of the buffer for each parameter.
 
     A bucket's gradients become one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result; on
-    a mesh that also replicates, an ``all_reduce_shard_start``/``wait`` pair over the replicas follows. A bucket is
+    a mesh that also replicates, an ``all_reduce_shard_start``/``wait`` pair over the replicas follows; where replica
+    groups come and go outside of the mesh (``Settings.over_groups``), then a ``mean_over_groups``. A bucket is
     gathered whole even where a graph uses a part of it (docs/decisions/gathers_and_schedule.md). ``size`` is what a
     bucket holds, ``budget`` bounds it, and ``messages`` sends it, as in :func:`.arrange.arrange_buckets`.
 
@@ -298,6 +299,9 @@ def _reduced(
     if mesh.world_size > 1 and mesh.replicas > 1:
         over = (flat, mesh.ranks, mesh.replicate_group)
         flat = start_and_wait(graph, dialect.all_reduce_shard_start, over, of, options)
+    if context.settings.over_groups:
+        mean = graph.call(dialect.mean_over_groups, (flat, of.bucket), name=f"mean_{of.bucket}")
+        flat = set_record(mean, replace(flat.meta["fsdp"], role=Role.MEAN_OVER_GROUPS))
     if hooked is not None:  # the user's function is shown what a reduction has left
         hook = graph.call(dialect.reduce_hook, (flat, hooked), name=f"hook_{hooked or 'root'}")
         flat = set_record(hook, replace(flat.meta["fsdp"], role=Role.REDUCE_HOOK))
