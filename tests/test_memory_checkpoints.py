@@ -157,6 +157,22 @@ def a_save_to_disk_that_ends_later_is_not_newer() -> None:
 
 
 @FACTS
+def what_belongs_to_a_folder_that_was_removed_is_not_found() -> None:
+    root = shared_folder()
+    runs = root / "runs"
+    with on_hosts(PAIRS, root):
+        first = training()
+        first.save(runs / "step_1", memory=True)
+        assert latest(runs, first.model) == place_of(runs) / "step_1" and runs.is_dir()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            runs.rmdir()
+        assert latest(runs, first.model) is None
+        first.save(runs / "step_2", memory=True)
+        assert list(held(runs)) == ["step_2"]
+
+
+@FACTS
 def replicas_are_lost_together() -> None:
     """A shard is written by one of its replicas, and copied to the next host as any other."""
     root = shared_folder()

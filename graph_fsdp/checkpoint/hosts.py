@@ -152,22 +152,26 @@ class Survey:
 
 
 def survey(ranks: Ranks, folder: Path, facts: Sequence[str]) -> Survey:
-    """Look what there is that belongs to a folder of checkpoints. Ranks call it together, with the same ``facts``.
-    Raises CheckpointError on all of them if one cannot look, or has others."""
+    """Look what there is that belongs to a folder of checkpoints. Ranks call it together, with the same ``facts``. To a
+    folder that was removed nothing belongs. Raises CheckpointError on all ranks if one cannot look, or has other facts.
+    """
     with ranks.agreeing(facts):
         here = generations(place_of(folder))
+        is_gone = ranks.is_first and not folder.is_dir()
         disk = complete(folder)[-1:] if ranks.is_first else []
         newest = [(sequence_of(path), path.name) for path in disk]
     mine = max([_given.get(folder, 0), *(g.sequence for g in here), *(sequence for sequence, _ in newest)])
-    everyone = ranks.gather((here, newest, mine))
+    everyone = ranks.gather((here, newest, mine, is_gone))
     held: dict[Generation, set[str]] = {}
     counts: dict[Generation, int] = {}
-    for theirs, _, _ in everyone:
+    for theirs, *_ in everyone:
         for generation, (files, count) in theirs.items():
             held.setdefault(generation, set()).update(files)
             counts[generation] = count
     whole = sorted(generation for generation, files in held.items() if len(files) == counts[generation])
-    return Survey(whole, max(last for *_, last in everyone), next(iter(everyone[0][1]), None))
+    _, disk_has, _, is_gone = everyone[0]
+    last = max(last for _, _, last, _ in everyone)
+    return Survey([] if is_gone else whole, last, next(iter(disk_has), None))
 
 
 def give_sequence(folder: Path, seen: Survey) -> int:

@@ -54,6 +54,7 @@ class MemoryWriter(Writer):
 
     def __init__(self, name: str, path: Path, ranks: Ranks, sequence: int) -> None:
         place = place_of(path.parent)
+        self.folder = path.parent  # on disk
         super().__init__(place / name, place / path.name, ranks, sequence)
         self.hosts: list[list[int]] = []  # indices of ranks
         self.room: list[int] = []  # bytes, of each rank's host
@@ -62,6 +63,8 @@ class MemoryWriter(Writer):
         """Look where the ranks are. They call it together."""
         place = self.temporary.parent
         with self.among.agreeing([]):
+            if self.among.is_first:
+                self.folder.mkdir(parents=True, exist_ok=True)
             self.temporary.mkdir(mode=0o700, exist_ok=True)
             mine = identity(place), shutil.disk_usage(place).free
         everyone = self.among.gather(mine)
