@@ -1,7 +1,7 @@
 """How long it takes from the ``kill -9`` of all ranks of a host, which is replaced, to the end of the next step.
 
     OMP_NUM_THREADS=1 python benchmarks/restart_time.py
-    OMP_NUM_THREADS=1 python benchmarks/restart_time.py --starts precompiled cold --rounds 5
+    OMP_NUM_THREADS=1 python benchmarks/restart_time.py --starts kept precompiled cold --rounds 5
 
 Two hosts of this machine, each an agent of torchrun with a rank, a folder in memory and an Inductor cache of its own,
 train the GPT of the benchmarks and save it to memory every few steps (``checkpoint.save(…, memory=True)``). When the
@@ -10,8 +10,9 @@ take turns. torchrun starts all ranks again, which load ``checkpoint.latest(fold
 The clock runs from the first kill until the slowest rank has done its next step, and that step's loss must have the
 bits that it had before.
 
-*precompiled*: the replaced host's cache has the programs that ``graph_fsdp.precompile`` has made, as the image of a job
-may; *cold*: its cache has nothing but Inductor's toolchain. Nobody has written a checkpoint to disk.
+What the replaced host's cache has: *kept*: what a first start has left on the other host, programs and kernels, as it
+is where hosts share a cache, or an image has one; *precompiled*: the programs that ``graph_fsdp.precompile`` has made,
+without kernels; *cold*: nothing but Inductor's toolchain. Nobody has written a checkpoint to disk.
 
 What it does not show: a scheduler that finds a new host, and agents that start. It cannot run under torchrun.
 """
@@ -60,7 +61,7 @@ from graph_fsdp import checkpoint  # noqa: E402
 
 IMPORTED = time.time()
 HOSTS, EVERY = 2, 5
-STARTS = ("precompiled", "cold")
+STARTS = ("kept", "precompiled", "cold")
 PARTS = ("detected", "imported", "joined", "made", "loaded", "step")
 MARKS = ("begun", "imported", "joined", "made", "loaded", "step")
 TIMEOUT_SECONDS = 900.0
@@ -126,8 +127,8 @@ def precompile(options: argparse.Namespace) -> None:
 class Job:
     """Two agents and what they have: ``host0`` and ``host1``, folders in memory with a cache beside."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, cache: Path) -> None:
-        self.options, self.folder, self.cache = options, folder, cache
+    def __init__(self, options: argparse.Namespace, folder: Path, cache: Path, start: str) -> None:
+        self.options, self.folder, self.cache, self.start = options, folder, cache, start
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Job:
@@ -206,6 +207,10 @@ class Job:
                 and (sum(m["mark"] == "step" for m in marks[_begun(marks) :]) > EVERY)
             )
 
+        self.wait(is_due)
+        if self.start == "kept":
+            self.cache = self.folder / f"kept{len(list(self.folder.glob('kept*')))}"
+            shutil.copytree(self.memory(1 - host) / "cache", self.cache)
         before = self.wait(is_due)
         load, killed = os.getloadavg()[0], time.time()
         for pid in ranks_of(self.agents[host].pid):
@@ -260,7 +265,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, __file__, *options.arguments, "--precompile", start]
             subprocess.run(command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}, check=True)
             rounds = []
-            with Job(options, folder, cache) as job:
+            with Job(options, folder, cache, start) as job:
                 for number in range(options.rounds):
                     rounds.append(job.strike(1 - number % HOSTS))
                     say(f"{start}: {rounds[-1]}")
@@ -303,7 +308,7 @@ def table(result: dict[str, Any]) -> Table:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, "restart_time")
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["precompiled"], help="of the replaced host")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["kept"], help="what the replaced host has")
     parser.add_argument("--rounds", type=int, default=5, help="kills")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--precompile", choices=STARTS, help=argparse.SUPPRESS)
