@@ -173,6 +173,22 @@ def what_belongs_to_a_folder_that_was_removed_is_not_found() -> None:
 
 
 @FACTS
+def names_of_another_series_stay() -> None:
+    """As of the stages of a pipeline that save to one folder."""
+    root = shared_folder()
+    runs = root / "runs"
+    with on_hosts(PAIRS, root):
+        first = training()
+        for step in range(3):
+            first.save(runs / f"a_{step}", memory=True)
+            first.save(runs / f"b_{step}", memory=True)
+        assert set(held(runs)) == {"a_1", "a_2", "b_1", "b_2"}
+        first.save(runs / "a_3")
+        dist.barrier()
+        assert set(held(runs)) == {"b_1", "b_2"}
+
+
+@FACTS
 def replicas_are_lost_together() -> None:
     """A shard is written by one of its replicas, and copied to the next host as any other."""
     root = shared_folder()

@@ -80,8 +80,10 @@ def sequence_of(path: Path) -> int:
 
 
 def series(name: str) -> str:
-    """Return what the names of a training's checkpoints have in common: all but their numbers."""
-    return re.sub(r"\d+", "#", name)
+    """Return what the names of a training's checkpoints have in common: all but their numbers, and what is added to one
+    that stands beside for a while."""
+    found = _PARTIAL.match(name)
+    return re.sub(r"\d+", "#", found[1] if found else name)
 
 
 def begin(path: Path, overwrite: bool) -> Path:
@@ -92,8 +94,7 @@ def begin(path: Path, overwrite: bool) -> Path:
             raise CheckpointError(f"{path} is there already; choose another name, or overwrite=True")
         path.parent.mkdir(parents=True, exist_ok=True)
         for other in path.parent.iterdir():
-            found = _PARTIAL.match(other.name)
-            if found and series(found[1]) == series(path.name):
+            if _PARTIAL.match(other.name) and series(other.name) == series(path.name):
                 shutil.rmtree(other, ignore_errors=True)
         temporary = hidden(path, "partial")
         temporary.mkdir(mode=0o700)

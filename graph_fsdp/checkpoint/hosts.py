@@ -28,7 +28,7 @@ from pathlib import Path
 
 from graph_fsdp.checkpoint import checksums
 from graph_fsdp.checkpoint.checksums import CHECKSUMS, by_file
-from graph_fsdp.checkpoint.folder import HEADER, METADATA, complete, put_aside, sequence_of
+from graph_fsdp.checkpoint.folder import HEADER, METADATA, complete, put_aside, sequence_of, series
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
@@ -180,23 +180,24 @@ def give_sequence(folder: Path, seen: Survey) -> int:
     return seen.last + 1
 
 
-def remove_all_but(place: Path, kept: Generation | None) -> None:
-    """Remove from a place, which is this user's, what interrupted saves left and all checkpoints but one. All ranks of
-    its host may call it at once."""
+def remove_all_but(place: Path, name: str, kept: Generation | None) -> None:
+    """Remove from a place, which is this user's, what saves of the series of ``name`` have left, but one checkpoint.
+    All ranks of its host may call it at once."""
     here = generations(place)
     names = {generation.name for generation in here if generation == kept}
     for path in place.iterdir():
-        if path.name not in names:
+        if series(path.name) == series(name) and path.name not in names:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_older(folder: Path, sequence: int) -> None:
-    """Remove from this host's memory what is older than a checkpoint that is complete on disk. All ranks of a host may
-    call it at once."""
-    for generation in generations(place_of(folder)):
-        if generation.sequence < sequence:
+def remove_older(path: Path, sequence: int) -> None:
+    """Remove from this host's memory what is of the series of ``path``, complete on disk, and older. All ranks of a
+    host may call it at once."""
+    place = place_of(path.parent)
+    for generation in generations(place):
+        if generation.sequence < sequence and series(generation.name) == series(path.name):
             with contextlib.suppress(OSError):  # another rank was first
-                shutil.rmtree(put_aside(place_of(folder) / generation.name), ignore_errors=True)
+                shutil.rmtree(put_aside(place / generation.name), ignore_errors=True)
 
 
 def by_host(hosts: list[str]) -> Mapping[str, list[int]]:

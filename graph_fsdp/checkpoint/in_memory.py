@@ -37,14 +37,15 @@ _ENTRY_BYTES = 4096  # at most, of what torch.save writes around the bytes of a 
 
 
 def prepare(path: Path, seen: Survey, overwrite: bool) -> str:
-    """Make room on this host for a checkpoint in memory, and return a name for it until it is complete. The newest that
-    is whole stays. Raises CheckpointError where it cannot be written."""
-    kept = seen.generations[-1] if seen.generations else None
+    """Make room on this host for a checkpoint in memory, and return a name for it until it is complete. The newest of
+    its series that is whole stays. Raises CheckpointError where it cannot be written."""
+    of_series = [g for g in seen.generations if folder.series(g.name) == folder.series(path.name)]
+    kept = of_series[-1] if of_series else None
     if kept is not None and kept.name == path.name and not overwrite:
         raise CheckpointError(f"{path.name} is in memory already; choose another name, or overwrite=True")
     place = place_of(path.parent)
     make(place)
-    remove_all_but(place, kept)
+    remove_all_but(place, path.name, kept)
     return folder.hidden(path, "partial").name
 
 

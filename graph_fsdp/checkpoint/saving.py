@@ -81,14 +81,15 @@ def save(
             and tensors; of what has a ``state_dict()`` and a ``load_state_dict()``, as a scheduler, that state. The
             first rank's is saved, and all ranks' parts of DTensors.
         asynchronous: copy the values to the CPU's memory, and return while they are written. One save is under way at a
-            time, to disk and to memory: another, or a load, first waits for it, and raises its error if ``result()``
-            has not.
+            time, to disk and to memory each: another such, or a load, first waits for it, and raises its error if
+            ``result()`` has not.
         keep: once this checkpoint is complete, remove all but so many of the newest, this one included, that graph_fsdp
             has written and whose names differ from this one's in their numbers only.
         overwrite: replace a checkpoint of this name, once the new one is complete.
         memory: write to the memory of hosts and not to ``path``: each rank's part to its own host's and to the next
             one's (Gemini, SOSP 2023). ``latest(folder, model)`` finds it, where no two hosts in turn were lost. The
-            last two stay, until a newer one is complete on disk. Hosts are told apart by their folder in memory, which
+            last two of a series (names that differ in their numbers only) stay, until a newer one of it is complete on
+            disk. Hosts are told apart by their folder in memory, which
             is ``/dev/shm`` unless the environment variable ``GRAPH_FSDP_MEMORY`` names another.
 
     Raises:

@@ -76,7 +76,7 @@ class Writer(dcp.FileSystemWriter):
 
     def complete(self) -> None:
         """Do what each rank does when all have written."""
-        remove_older(self.final.parent, self.sequence)
+        remove_older(self.final, self.sequence)
 
     def abandon(self) -> None:
         """Remove what was written: a full disk gets its space back. Each rank calls it, if anything has failed."""
