@@ -246,7 +246,7 @@ def bad_input_is_one_error_on_all_ranks() -> None:
         first = training()
         with pytest.raises(TypeError, match=r"memory must be True, .* got 'ram'"):
             save(runs / "step_1", first.model, memory="ram")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"keep=3: memory=True keeps the last two"):
+        with pytest.raises(ValueError, match="keep=3: memory=True keeps the last two of a series"):
             first.save(runs / "step_1", memory=True, keep=3)
         with pytest.raises(CheckpointError, match="ranks must save and load the same"):
             first.save(runs / "step_1", memory=dist.get_rank() == 1)
@@ -275,14 +275,16 @@ def an_error_in_the_background_is_told() -> None:
         first.save(runs / "step_1", memory=True)
         reserved = exchange._reserved
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+        def full(file: Path, size: int) -> Tensor:
+            return reserved(file, size * 10**12)
 
         if dist.get_rank() == 3:
-            exchange._reserved = full  # type: ignore[assignment]
+            exchange._reserved = full
         try:
             first.save(runs / "step_2", memory=True, asynchronous=True)
-            with pytest.raises((CheckpointError, OSError), match="No space left on device"):
+            with pytest.raises(
+                CheckpointError, match=r"partial, of .* bytes: (No space left on device|File too large)"
+            ):
                 first.save(runs / "step_3", memory=True)
         finally:
             exchange._reserved = reserved

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graph_fsdp.checkpoint.checksums import content_of
 from graph_fsdp.checkpoint.folder import private
-from graph_fsdp.checkpoint.group import Ranks
+from graph_fsdp.checkpoint.group import Ranks, no_answer
 from graph_fsdp.checkpoint.hosts import by_host, files_in, identity
 from graph_fsdp.errors import CheckpointError
 
@@ -75,19 +75,25 @@ def _send(ranks: Ranks, path: Path, moves: list[Move], buffers: dict[str, Tensor
         elif move.size and move.target == ranks.index:
             buffer = buffers[move.file]
             works.append((dist.irecv(buffer, ranks.ranks[move.source], group=group, tag=tag), buffer))
-    for work, _ in works:
-        if work is not None:
-            work.wait()
+    try:
+        for work, _ in works:
+            if work is not None:
+                work.wait()
+    except RuntimeError as error:
+        raise no_answer(error, ranks.ranks) from error
 
 
 def _reserved(file: Path, size: int) -> Tensor:
     """Return a new file, readable by the user alone, as a tensor of bytes that is its content. Its memory is there: a
     file system that is full is an error here, and would be the end of the process where the tensor is written."""
-    with open(file, "wb", opener=private) as stream:
-        if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(stream.fileno(), 0, size)
-        elif size:
-            stream.truncate(size)
+    try:
+        with open(file, "wb", opener=private) as stream:
+            if size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(stream.fileno(), 0, size)
+            elif size:
+                stream.truncate(size)
+    except OSError as error:
+        raise CheckpointError(f"{file}, of {size:,} bytes: {error.strerror}") from error
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)

@@ -133,7 +133,7 @@ def generations(place: Path) -> dict[Generation, tuple[frozenset[str], int]]:
     have written is nobody's."""
     found = {}
     for path in sorted(place.iterdir()) if _is_own(place) else ():
-        with contextlib.suppress(OSError):  # another thread may be removing it
+        with contextlib.suppress(OSError):  # another rank, or a thread, may be removing it
             sizes = {} if path.name.startswith(".") else sizes_of(path)
             sequence = sequence_of(path)
             if sizes and sequence:

@@ -89,8 +89,8 @@ def save(
         memory: write to the memory of hosts and not to ``path``: each rank's part to its own host's and to the next
             one's (Gemini, SOSP 2023). ``latest(folder, model)`` finds it, where no two hosts in turn were lost. The
             last two of a series (names that differ in their numbers only) stay, until a newer one of it is complete on
-            disk. Hosts are told apart by their folder in memory, which
-            is ``/dev/shm`` unless the environment variable ``GRAPH_FSDP_MEMORY`` names another.
+            disk. Hosts are told apart by their folder in memory: ``/dev/shm``, unless the environment variable
+            ``GRAPH_FSDP_MEMORY`` names another.
 
     Raises:
         CheckpointError: on all ranks, when one could not write its part, ``path`` is there already, or a host has no
@@ -162,7 +162,7 @@ def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None, memory
     if keep is None:
         return
     if memory:
-        raise ValueError(f"keep={keep}: memory=True keeps the last two, whatever their names; leave keep out")
+        raise ValueError(f"keep={keep}: memory=True keeps the last two of a series; leave keep out")
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all, got {keep!r}")
     if folder.series(path.name) == path.name:
