@@ -68,14 +68,14 @@ def _moves(path: Path, everyone: list[tuple[str, dict[str, int], list[str]]]) ->
 
 def _send(ranks: Ranks, path: Path, moves: list[Move], buffers: dict[str, Tensor]) -> None:
     works, group = [], ranks.group
-    for tag, move in enumerate(moves):
-        if move.size and move.source == ranks.index:
-            content = content_of(path / move.file)
-            works.append((dist.isend(content, ranks.ranks[move.target], group=group, tag=tag), content))
-        elif move.size and move.target == ranks.index:
-            buffer = buffers[move.file]
-            works.append((dist.irecv(buffer, ranks.ranks[move.source], group=group, tag=tag), buffer))
     try:
+        for tag, move in enumerate(moves):
+            if move.size and move.source == ranks.index:
+                content = content_of(path / move.file)
+                works.append((dist.isend(content, ranks.ranks[move.target], group=group, tag=tag), content))
+            elif move.size and move.target == ranks.index:
+                buffer = buffers[move.file]
+                works.append((dist.irecv(buffer, ranks.ranks[move.source], group=group, tag=tag), buffer))
         for work, _ in works:
             if work is not None:
                 work.wait()

@@ -22,9 +22,10 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from graph_fsdp.checkpoint import checksums
 from graph_fsdp.checkpoint.checksums import CHECKSUMS, by_file
@@ -128,7 +129,11 @@ def sizes_of(path: Path) -> dict[str, int]:
         return {}
 
 
-def generations(place: Path) -> dict[Generation, tuple[frozenset[str], int]]:
+# Of each checkpoint: its files that are on a host, and how many it has.
+Held: TypeAlias = "dict[Generation, tuple[frozenset[str], int]]"
+
+
+def generations(place: Path) -> Held:
     """Return the checkpoints that are here: the files of each that are here, and how many it has. What others could
     have written is nobody's."""
     found = {}
@@ -142,11 +147,22 @@ def generations(place: Path) -> dict[Generation, tuple[frozenset[str], int]]:
     return found
 
 
+def whole(everyone: Iterable[Held]) -> list[Generation]:
+    """Return the checkpoints of which every file is on some host, oldest first."""
+    held: dict[Generation, set[str]] = {}
+    counts: dict[Generation, int] = {}
+    for theirs in everyone:
+        for generation, (files, count) in theirs.items():
+            held.setdefault(generation, set()).update(files)
+            counts[generation] = count
+    return sorted(generation for generation, files in held.items() if len(files) == counts[generation])
+
+
 @dataclass(frozen=True)
 class Survey:
     """Says what ranks have seen, each on its own host; the same on all of them."""
 
-    generations: list[Generation]  # in memory, of which every file is on some host, oldest first
+    generations: list[Generation]  # in memory and whole, oldest first
     last: int  # the sequence of the newest save, on disk or in memory, complete or not
     disk: tuple[int, str] | None  # the sequence and name of the newest checkpoint on disk
 
@@ -162,16 +178,9 @@ def survey(ranks: Ranks, folder: Path, facts: Sequence[str]) -> Survey:
         newest = [(sequence_of(path), path.name) for path in disk]
     mine = max([_given.get(folder, 0), *(g.sequence for g in here), *(sequence for sequence, _ in newest)])
     everyone = ranks.gather((here, newest, mine, is_gone))
-    held: dict[Generation, set[str]] = {}
-    counts: dict[Generation, int] = {}
-    for theirs, *_ in everyone:
-        for generation, (files, count) in theirs.items():
-            held.setdefault(generation, set()).update(files)
-            counts[generation] = count
-    whole = sorted(generation for generation, files in held.items() if len(files) == counts[generation])
     _, disk_has, _, is_gone = everyone[0]
     last = max(last for _, _, last, _ in everyone)
-    return Survey([] if is_gone else whole, last, next(iter(disk_has), None))
+    return Survey([] if is_gone else whole(theirs for theirs, *_ in everyone), last, next(iter(disk_has), None))
 
 
 def give_sequence(folder: Path, seen: Survey) -> int:

@@ -23,11 +23,13 @@ from graph_fsdp.checkpoint.hosts import (
     SHARED,
     Survey,
     by_host,
+    generations,
     identity,
     make,
     place_of,
     remove_all_but,
     sizes_of,
+    whole,
 )
 from graph_fsdp.checkpoint.metadata import Checkpoint
 from graph_fsdp.checkpoint.storage import FillPlanner, Writer
@@ -141,6 +143,13 @@ def bring_values(ranks: Ranks, path: Path, own: str) -> None:
     entries below ``own``."""
     with ranks.agreeing([f"in memory: {path.parent.name}/{path.name}"]):
         make(path.parent)
+        here = generations(path.parent)
+    found = [generation for generation in whole(ranks.gather(here)) if generation.name == path.name]
+    if not found:
+        raise CheckpointError(f"{path} is in the memory of no hosts in full; load what latest(folder, model) returns")
+    with ranks.agreeing([]):
+        if found[-1] not in here:  # one of this name that was about to be replaced
+            shutil.rmtree(path, ignore_errors=True)
     bring(ranks, path, (*DESCRIPTION, SHARED))
     with ranks.agreeing([]):
         checkpoint = Checkpoint.open(path)
