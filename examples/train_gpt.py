@@ -56,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="write every graph after every pass to this file")
     parser.add_argument("--checkpoint", type=Path, help="folder: save there, and resume from what is there")
     parser.add_argument("--checkpoint-every", type=int, default=20, help="steps")
+    parser.add_argument("--memory-every", type=int, default=0, help="steps, for those in the memory of hosts (0: none)")
     parser.add_argument("--keep", type=int, default=2, help="checkpoints that are kept")
     return parser.parse_args()
 
@@ -151,7 +152,7 @@ class Data:
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, folder: Path | None) -> int:
     """Load the last complete checkpoint, if there is one. The step that it was saved after."""
-    newest = checkpoint.latest(folder) if folder else None
+    newest = checkpoint.latest(folder, model) if folder else None
     return checkpoint.load(newest, model, optimizer, extra={"data": data})["step"] if newest else 0
 
 
@@ -211,6 +212,7 @@ def main() -> None:
         say(f"resumed after step {done}")
     terminal = sys.stderr.isatty()
     bar = tqdm(total=args.steps, initial=done, unit="step", disable=rank != 0 or not terminal)
+    saves: dict[bool, checkpoint.PendingSave] = {}
     start = time.perf_counter()
     for step in range(done + 1, args.steps + 1):
         for group in optimizer.param_groups:
@@ -226,16 +228,18 @@ def main() -> None:
         bar.set_postfix(loss=f"{mean:.3f}")
         if not terminal:
             say(f"step {step} loss {mean:.6f}")
-        if args.checkpoint and (step % args.checkpoint_every == 0 or step == args.steps):
-            extra = {"step": step, "data": data}
-            path = args.checkpoint / f"step_{step}"
-            saving = checkpoint.save(path, model, optimizer, extra=extra, keep=args.keep, asynchronous=True)
-            if step == args.steps:
-                saving.result()
+        to_disk = step % args.checkpoint_every == 0 or step == args.steps
+        to_memory = not to_disk and args.memory_every > 0 and step % args.memory_every == 0
+        if args.checkpoint and (to_disk or to_memory):
+            extra, path = {"step": step, "data": data}, args.checkpoint / f"step_{step}"
+            where = {"keep": args.keep} if to_disk else {"memory": True}
+            saves[to_disk] = checkpoint.save(path, model, optimizer, extra=extra, asynchronous=True, **where)
         if step == done + 1:
             say(f"first step, compilation included: {time.perf_counter() - start:.1f} s")
             start = time.perf_counter()
     seconds = time.perf_counter() - start
+    for save in saves.values():
+        save.result()
     bar.close()
 
     if args.steps > done + 1:

@@ -1,7 +1,8 @@
 """Save a training and resume it, and load weights from elsewhere.
 
 - :func:`save` and :func:`load` write and read a checkpoint of ``torch.distributed.checkpoint`` with model, optimizer,
-  random states and whatever else a training has to remember. It resumes on any number of ranks.
+  random states and whatever else a training has to remember. It resumes on any number of ranks. With ``memory=True``
+  it is in the memory of two hosts.
 - :func:`latest` and :func:`complete` find the checkpoints in a folder.
 - ``graph_fsdp.compile(model, checkpoint=…)`` starts with a model's values from safetensors files;
   :func:`load_safetensors` loads them at any later time.
@@ -9,7 +10,8 @@
 - ``graph_fsdp.export(model)`` gives out whole tensors while the model trains (``export.py``).
 """
 
-from graph_fsdp.checkpoint.folder import complete, latest
+from graph_fsdp.checkpoint.finding import latest
+from graph_fsdp.checkpoint.folder import complete
 from graph_fsdp.checkpoint.full import load_full_state_dict, load_safetensors
 from graph_fsdp.checkpoint.loading import load
 from graph_fsdp.checkpoint.saving import PendingSave, save

@@ -37,7 +37,7 @@ _PARTIAL = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.(partial|replaced)$")
 class Header:
     """The header holds what a checkpoint says of itself."""
 
-    sequence: int  # one more than that of the newest checkpoint in the folder when it was saved
+    sequence: int  # one more than that of the newest checkpoint of the folder, on disk or in memory, when it was saved
     ranks: int
     torch: str = str(torch.__version__)
     format: int = FORMAT
@@ -67,16 +67,10 @@ def complete(folder: AnyPath) -> list[Path]:
     root = Path(folder)
     named = (path for path in root.iterdir() if not path.name.startswith(".")) if root.is_dir() else ()
     found = [path for path in named if (path / METADATA).is_file()]
-    return sorted(found, key=lambda path: (_sequence(path), (path / METADATA).stat().st_mtime_ns, path.name))
+    return sorted(found, key=lambda path: (sequence_of(path), (path / METADATA).stat().st_mtime_ns, path.name))
 
 
-def latest(folder: AnyPath) -> Path | None:
-    """Return the newest complete checkpoint in a folder; None where there is none, or no folder."""
-    found = complete(folder)
-    return found[-1] if found else None
-
-
-def _sequence(path: Path) -> int:
+def sequence_of(path: Path) -> int:
     """Return the header's sequence; 0 where there is none or it is damaged, which ``load`` reports."""
     try:
         header = Header.read(path)
@@ -86,8 +80,10 @@ def _sequence(path: Path) -> int:
 
 
 def series(name: str) -> str:
-    """Return what the names of a training's checkpoints have in common: all but their numbers."""
-    return re.sub(r"\d+", "#", name)
+    """Return what the names of a training's checkpoints have in common: all but their numbers, and what is added to one
+    that stands beside for a while."""
+    found = _PARTIAL.match(name)
+    return re.sub(r"\d+", "#", found[1] if found else name)
 
 
 def begin(path: Path, overwrite: bool) -> Path:
@@ -98,8 +94,7 @@ def begin(path: Path, overwrite: bool) -> Path:
             raise CheckpointError(f"{path} is there already; choose another name, or overwrite=True")
         path.parent.mkdir(parents=True, exist_ok=True)
         for other in path.parent.iterdir():
-            found = _PARTIAL.match(other.name)
-            if found and series(found[1]) == series(path.name):
+            if _PARTIAL.match(other.name) and series(other.name) == series(path.name):
                 shutil.rmtree(other, ignore_errors=True)
         temporary = hidden(path, "partial")
         temporary.mkdir(mode=0o700)
@@ -108,25 +103,21 @@ def begin(path: Path, overwrite: bool) -> Path:
     return temporary
 
 
-def next_sequence(folder: Path) -> int:
-    return 1 + max(map(_sequence, complete(folder)), default=0)
-
-
 def commit(temporary: Path, path: Path, keep: int | None) -> None:
     """Rename a checkpoint that is complete on the disk, in place of one of the same name, and remove all but the last
     ``keep`` of its series."""
     sync(temporary)
-    removed = [_put_aside(path)] if path.exists() else []
+    removed = [put_aside(path)] if path.exists() else []
     temporary.rename(path)
     sync(path.parent)
     if keep is not None:
         ours = [p for p in complete(path.parent) if series(p.name) == series(path.name) and (p / HEADER).exists()]
-        removed += map(_put_aside, ours[:-keep])
+        removed += map(put_aside, ours[:-keep])
     for old in removed:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _put_aside(path: Path) -> Path:
+def put_aside(path: Path) -> Path:
     """Rename a checkpoint, so that it is not taken for complete while it is removed."""
     aside = hidden(path, "replaced")
     path.rename(aside)

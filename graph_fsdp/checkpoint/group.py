@@ -9,6 +9,7 @@ import contextlib
 import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +23,7 @@ from graph_fsdp.runtime.ranks.failure import gone
 
 # How long a rank waits for another to come and to write its part, and then fails.
 TIMEOUT_SECONDS = 1800.0
+Value = TypeVar("Value")
 NOT_DISTRIBUTED = "torch.distributed is disabled"  # torch.distributed.checkpoint warns of a process that is alone
 
 
@@ -52,8 +54,7 @@ class Ranks:
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         held = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
         ranks = tuple(sorted(held)) or tuple(range(dist.get_world_size()))
-        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        return cls(ranks, group_of(ranks, "checkpoints", timeout, "gloo") if is_shared(ranks) else None)
+        return cls(ranks, _group(ranks, "checkpoints") if is_shared(ranks) else None)
 
     @property
     def index(self) -> int:
@@ -63,6 +64,22 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return self.index == 0
+
+    def apart(self, use: str) -> Ranks:
+        """Return the same ranks with a group for a thread, which talk there while others talk here. All call it."""
+        if self.group is None:
+            return self
+        return Ranks(self.ranks, _group(self.ranks, use))
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return each rank's value, in the order of ranks. Raises CheckpointError where one does not answer."""
+        everyone = [value for _ in self.ranks]
+        if self.group is not None:
+            try:
+                dist.all_gather_object(everyone, value, group=self.group)
+            except RuntimeError as error:
+                raise no_answer(error, self.ranks) from error
+        return everyone
 
     @contextlib.contextmanager
     def agreeing(self, facts: Sequence[str]) -> Iterator[list[str]]:
@@ -79,12 +96,10 @@ class Ranks:
         except Exception as error:
             problem = error
         mine = (list(facts), None if problem is None else f"{type(problem).__name__}: {problem}", told)
-        everyone = [mine for _ in self.ranks]
-        if self.group is not None:
-            try:
-                dist.all_gather_object(everyone, mine, group=self.group)
-            except RuntimeError as error:
-                raise problem or no_answer(error, self.ranks) from error
+        try:
+            everyone = self.gather(mine)
+        except CheckpointError as error:
+            raise problem or error from error.__cause__
         if problem is not None:
             raise problem
         first = everyone[0]
@@ -111,6 +126,10 @@ class Ranks:
 
 
 ALONE = Ranks((0,), None)
+
+
+def _group(ranks: tuple[int, ...], use: str) -> dist.ProcessGroup:
+    return group_of(ranks, use, datetime.timedelta(seconds=TIMEOUT_SECONDS), "gloo")
 
 
 def describe(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint.extra import EXTRA, ExtraValues
 from graph_fsdp.checkpoint.group import Ranks
+from graph_fsdp.checkpoint.hosts import is_in_memory
+from graph_fsdp.checkpoint.in_memory import bring_tensors, bring_values
 from graph_fsdp.checkpoint.metadata import Checkpoint, Entries, empty, joined, unfit
 from graph_fsdp.checkpoint.saving import finish_pending
 from graph_fsdp.checkpoint.state import (
@@ -56,7 +59,8 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into a model, an optimizer and whatever else has a state. All ranks of the model call it, and
     each reads what it holds. Ranks, mesh, buckets and dtypes may differ from those that saved. Whatever
-    ``torch.distributed.checkpoint`` has written can be loaded, as from FSDP2.
+    ``torch.distributed.checkpoint`` has written can be loaded, as from FSDP2. Of one in memory, which
+    ``latest(folder, model)`` has found, hosts send each other the files that they have lost.
 
     Nothing in the checkpoint is run: what is not a tensor is loaded with ``weights_only=True``.
 
@@ -79,15 +83,17 @@ def load(
     """
     finish_pending()
     ranks = Ranks.of(model)
-    with ranks.agreeing([os.path.abspath(path)]):
+    in_memory, mine = is_in_memory(path), f"{RNG}.{ranks.index}"
+    if in_memory:
+        bring_values(ranks, Path(path), mine)
+    with ranks.agreeing([] if in_memory else [os.path.abspath(path)]):
         optimizers = optimizers_of(optimizer)
         checkpoint = Checkpoint.open(path)
-        if ranks.is_first:  # once is enough, and takes as long as there are files
+        if ranks.is_first and not in_memory:  # once is enough, and takes as long as there are files
             checkpoint.check_files()
         state, of_model = match_model(model, checkpoint, model_key, (optimizer_key, EXTRA, RNG))
         optimizer_values = OptimizerValues(model, optimizers, checkpoint, optimizer_key)
         extra_values = ExtraValues(extra or {}, checkpoint)
-        mine = f"{RNG}.{ranks.index}"
         names = checkpoint.under(mine) if random_states else {}
         random_values = {name: checkpoint.value(f"{mine}.{name}") for name in names}
     try:
@@ -96,6 +102,8 @@ def load(
         wanted = {**of_model.wanted, **optimizer_values.wanted, **extra_values.wanted}
         access = access_of(model)
         filled = {key: access.to_fill(tensor) for key, tensor in wanted.items()}
+        if in_memory:
+            bring_tensors(ranks, checkpoint, filled)
         read(checkpoint, filled, ranks, verify)
         for key, tensor in wanted.items():
             access.filled(tensor, filled[key])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,8 @@ from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint import folder
 from graph_fsdp.checkpoint.group import NOT_DISTRIBUTED, Ranks
+from graph_fsdp.checkpoint.hosts import give_sequence, survey
+from graph_fsdp.checkpoint.in_memory import MemoryWriter, prepare
 from graph_fsdp.checkpoint.state import optimizers_of, training_state
 from graph_fsdp.checkpoint.storage import Writer, access_of
 from graph_fsdp.errors import CheckpointError
@@ -52,7 +53,8 @@ class PendingSave:
         return self.path
 
 
-_last: PendingSave | None = None
+# To memory (True) or to disk → the last save that was begun.
+_last: dict[bool, PendingSave] = {}
 
 
 def save(
@@ -64,6 +66,7 @@ def save(
     asynchronous: bool = False,
     keep: int | None = None,
     overwrite: bool = False,
+    memory: bool = False,
 ) -> PendingSave:
     """Save a training as a checkpoint of ``torch.distributed.checkpoint``. All ranks of the model call it.
 
@@ -78,65 +81,88 @@ def save(
             and tensors; of what has a ``state_dict()`` and a ``load_state_dict()``, as a scheduler, that state. The
             first rank's is saved, and all ranks' parts of DTensors.
         asynchronous: copy the values to the CPU's memory, and return while they are written. One save is under way at a
-            time: another, or a load, first waits for it, and raises its error if ``result()`` has not.
+            time, to disk and to memory each: another such, or a load, first waits for it, and raises its error if
+            ``result()`` has not.
         keep: once this checkpoint is complete, remove all but so many of the newest, this one included, that graph_fsdp
             has written and whose names differ from this one's in their numbers only.
         overwrite: replace a checkpoint of this name, once the new one is complete.
+        memory: write to the memory of hosts and not to ``path``: each rank's part to its own host's and to the next
+            one's (Gemini, SOSP 2023). ``latest(folder, model)`` finds it, where no two hosts in turn were lost. The
+            last two of a series (names that differ in their numbers only) stay, until a newer one of it is complete on
+            disk. Hosts are told apart by their folder in memory: ``/dev/shm``, unless the environment variable
+            ``GRAPH_FSDP_MEMORY`` names another.
 
     Raises:
-        CheckpointError: on all ranks, when one could not write its part, or ``path`` is there already. What was there
-            is as before.
+        CheckpointError: on all ranks, when one could not write its part, ``path`` is there already, or a host has no
+            room in memory, which is known before anything is written. What was there is as before.
         TypeError, ValueError: an argument is wrong; before anything is written.
     """
-    global _last
-    finish_pending()
+    finish_pending(memory)
     ranks = Ranks.of(model)
     final = Path(os.path.abspath(path))
+    facts = [f"keep={keep}", f"overwrite={overwrite}", f"asynchronous={asynchronous}", f"memory={memory}"]
+    seen = survey(ranks, final.parent, [str(final), *facts])
     temporary: Path | None = None
-    facts = [str(final), f"keep={keep}", f"overwrite={overwrite}", f"asynchronous={asynchronous}"]
     try:
-        with ranks.agreeing(facts) as told:
-            _check(final, extra, keep)
+        with ranks.agreeing([]) as told:
+            _check(final, extra, keep, memory)
             to_write = functools.partial(access_of(model).to_write, copy=asynchronous)
             tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, to_write)
-            if ranks.is_first:
+            if memory:
+                told.append(prepare(final, seen, overwrite))
+            elif ranks.is_first:
                 temporary = folder.begin(final, overwrite)
                 told.append(str(temporary))
-        writer = Writer(Path(*told), final, len(ranks.ranks), keep)
     except Exception:
         if temporary is not None:
             temporary.rmdir()
         raise
+    if asynchronous or memory:  # other messages may pass between them while they write
+        ranks = ranks.apart("checkpoints in memory" if memory else "checkpoints on disk")
+    sequence = give_sequence(final.parent, seen)
+    if memory:
+        writer: Writer = MemoryWriter(told[0], final, ranks, sequence)
+    else:
+        writer = Writer(Path(told[0]), final, ranks, sequence, keep)
+    return _begin(tree, writer, asynchronous)
+
+
+def _begin(tree: dict[str, Any], writer: Writer, asynchronous: bool) -> PendingSave:
     if asynchronous:
-        if ranks.group is None:  # for good: what is ignored for a while only is so for all threads
+        if writer.among.group is None:  # for good: what is ignored for a while only is so for all threads
             warnings.filterwarnings("ignore", NOT_DISTRIBUTED)
         executor = concurrent.futures.ThreadPoolExecutor(1, "graph_fsdp-save")
-        _last = PendingSave(final, executor.submit(_write, tree, writer, ranks))
+        pending = PendingSave(writer.final, executor.submit(_write, tree, writer))
         executor.shutdown(wait=False)
-        return _last
+        _last[isinstance(writer, MemoryWriter)] = pending
+        return pending
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", NOT_DISTRIBUTED)
-        _write(tree, writer, ranks)
+        _write(tree, writer)
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
     done.set_result(None)
-    return PendingSave(final, done)
+    return PendingSave(writer.final, done)
 
 
-def finish_pending() -> None:
-    """Wait for the save under way, and raise its error if nobody was told of it."""
-    global _last
-    pending, _last = _last, None
-    if pending is not None and not pending._told:
-        pending.result()
+def finish_pending(*memory: bool) -> None:
+    """Wait for saves under way, to memory (True) or to disk (False), and raise the error of which nobody was told."""
+    for place in memory or (False, True):
+        pending = _last.pop(place, None)
+        if pending is not None and not pending._told:
+            pending.result()
 
 
-def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None) -> None:
+def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None, memory: bool) -> None:
     if path.name.startswith("."):
         raise ValueError(f"path: {path.name!r} begins with a dot, as temporary folders do; choose another name")
     if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
         raise TypeError(f"extra must be a dict of values by name, got {type(extra).__name__}")
+    if not isinstance(memory, bool):
+        raise TypeError(f"memory must be True, to write to the memory of hosts, or False, got {memory!r}")
     if keep is None:
         return
+    if memory:
+        raise ValueError(f"keep={keep}: memory=True keeps the last two of a series; leave keep out")
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all, got {keep!r}")
     if folder.series(path.name) == path.name:
@@ -146,10 +172,14 @@ def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None) -> Non
         )
 
 
-def _write(tree: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
+def _write(tree: dict[str, Any], writer: Writer) -> None:
+    ranks = writer.among
     try:
+        writer.begin()
         dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+        writer.complete()
     except (Exception, CheckpointException) as error:
-        if ranks.is_first:
-            shutil.rmtree(writer.temporary, ignore_errors=True)  # a full disk gets its space back
+        writer.abandon()
+        if isinstance(error, CheckpointError):
+            raise
         raise ranks.told(error) from error

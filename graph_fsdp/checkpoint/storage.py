@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ from graph_fsdp import compat
 from graph_fsdp.checkpoint import checksums, folder
 from graph_fsdp.checkpoint.checksums import Extent, Written, by_file
 from graph_fsdp.checkpoint.group import ALONE, NOT_DISTRIBUTED, Ranks
+from graph_fsdp.checkpoint.hosts import remove_older
 from graph_fsdp.checkpoint.metadata import Checkpoint, empty
 from graph_fsdp.errors import CheckpointError
 
@@ -61,21 +63,38 @@ def _writes_plain(item: WriteItem, planner: dcp.SavePlanner) -> bool:
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes a checkpoint into ``temporary`` and renames it to ``path`` when it is complete."""
+    """Writes a checkpoint into ``temporary`` and renames it to ``path`` when it is complete. ``ranks``: with the group
+    that they write in. ``sequence``: see ``folder.Header``."""
 
-    def __init__(self, temporary: Path, path: Path, ranks: int, keep: int | None) -> None:
+    def __init__(self, temporary: Path, path: Path, ranks: Ranks, sequence: int, keep: int | None = None) -> None:
         super().__init__(temporary, single_file_per_rank=True, sync_files=True)
         self.fs = PrivateFiles()
-        self.temporary, self.final, self.ranks, self.keep = temporary, path, ranks, keep
+        self.temporary, self.final, self.among, self.sequence, self.keep = temporary, path, ranks, sequence, keep
+
+    def begin(self) -> None:
+        """Do what ranks do together before they write."""
+
+    def complete(self) -> None:
+        """Do what each rank does when all have written."""
+        remove_older(self.final, self.sequence)
+
+    def abandon(self) -> None:
+        """Remove what was written: a full disk gets its space back. Each rank calls it, if anything has failed."""
+        if self.among.is_first:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def write_items(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> list[WriteResult]:
+        written: list[WriteResult] = super().write_data(plan, planner).wait()
+        return written
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        results = self.write_items(plan, planner)
         plain = {item.index for item in plan.items if _writes_plain(item, planner)}
         sums = checksums.sums_of(self.temporary, map(_extent, results))
         summed: list[WriteResult] = []
-        for name in by_file(sums):  # this rank's one file
+        for name in by_file(sums):
             with open(self.temporary / name, "rb") as file:
-                for r in results:
+                for r in (result for result in results if _extent(result).file == name):
                     data = compat.tensor_offset(file, *_extent(r)[1:]) if r.index in plain else 0
                     entry = Written.of(sums[_extent(r)], data)
                     summed.append(SummedResult(r.index, r.size_in_bytes, r.storage_data, entry))
@@ -85,18 +104,21 @@ class Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = {_extent(part): part.entry for part in itertools.chain(*results) if isinstance(part, SummedResult)}
-        self._check_visible(written)
+        self.check_visible(written)
         super().finish(metadata, results)
         own = Extent(folder.METADATA, 0, (self.temporary / folder.METADATA).stat().st_size)
         written[own] = Written.of(checksums.sums_of(self.temporary, [own])[own])
-        header = folder.Header(folder.next_sequence(self.final.parent), self.ranks)
+        header = folder.Header(self.sequence, len(self.among.ranks))
         texts = {checksums.CHECKSUMS: checksums.as_text(written), folder.HEADER: json.dumps(dataclasses.asdict(header))}
         for name, text in texts.items():
             with folder.written(self.temporary / name) as stream:
                 stream.write(text.encode())
+        self.commit()
+
+    def commit(self) -> None:
         folder.commit(self.temporary, self.final, self.keep)
 
-    def _check_visible(self, written: Iterable[Extent]) -> None:
+    def check_visible(self, written: Iterable[Extent]) -> None:
         """Check that what the other ranks wrote is visible to this one."""
         for name, extents in by_file(written).items():
             file, last = self.temporary / name, extents[-1]

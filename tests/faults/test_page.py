@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 # Modules of faults; what each has beside tests and facts.
 MODULES = (
     *("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults", "test_long_waits"),
-    *("test_watch", "test_watch_virtual", "test_replica_groups"),
+    *("test_watch", "test_watch_virtual", "test_replica_groups", "test_memory_faults"),
 )
 _RUNNERS = {
     "test_on_two_ranks",
