@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from allocations import measure
 from expecttest import assert_expected_inline
 from facts import Facts, Failures, check
 from launch import run_ranks
@@ -127,6 +128,18 @@ def test_it_takes_less_time_on_one_island_and_more_between_islands_of_several(
     cost = CostModel(HARDWARE["h100"], {"group": GroupShape(ranks, stride)})
     quantized = cost.all_to_all_seconds(ranks * quantized_nbytes(numel // ranks), "group")
     assert quantized / cost.all_gather_seconds(2 * numel, "group") == pytest.approx(of_bfloat16, rel=0.02)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_memory_of_a_backward_is_predicted() -> None:
+    """But for scales and what else a few kernels need, and with the sum, which is allocated when gradients are sent."""
+    model = graph_fsdp.compile(MLP(depth=3, width=256), backend="eager", mp_policy=policy(INT8))
+    x = batch_of(0, width=256)
+    backward(model, model(x).sum())
+    predicted = graph_fsdp.inspect(model).backward.memory
+    _, measured = measure(lambda: model(x).sum().backward())
+    assert predicted is not None and predicted.timeline["reducing"]
+    assert measured.peak == pytest.approx(predicted.peak - predicted.total[0], rel=0.05)
 
 
 class Sent(TorchDispatchMode):

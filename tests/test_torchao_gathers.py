@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -57,47 +58,33 @@ def compiled(format: Any, of: Callable[[nn.Module, str], bool] | None = None, **
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_values_and_scales_are_gathered() -> None:
+def test_values_and_scales_are_one_message_and_dequantized_again_in_backward() -> None:
     found = {}
-    for format in FORMATS:
+    for format, bits in (("mxfp8", 8.25), ("nvfp4", 4.5)):
         torch._dynamo.reset()
-        model = compiled(format, reshard_after_forward=True, auto_wrap_policy={MLP})
-        model(torch.randn(4, WIDTH)).sum().backward()
+        options = {"reshard_after_forward": True, "auto_wrap_policy": {MLP}, "mp_policy": BF16}
+        model = graph_fsdp.compile(model_of(format, blocks, width=256), backend="eager", **options)
+        model(torch.randn(4, 256)).sum().backward()
         report = graph_fsdp.inspect(model)
         found[format] = calls(report.forward, "all_gather_start", "reduce_payloads")
         again = calls(report.backward, "all_gather_start")
-        assert again.count("gather_root_payload") == 1, "what backward needs is gathered and dequantized again"
-        shapes = {tuple(p.shape) for p in report.spec.parameters.values() if len(p.shape) > 1}
+        assert again.count("gather_root_payload") == 1
+        weights = [p for p in report.spec.parameters.values() if p.extended]
         saved = [v.meta["val"] for v in report.forward.graph.outputs[1:] if isinstance(v, fx.Node)]
-        assert not any(tuple(value.shape) in shapes for value in saved), "no full weight is saved for backward"
+        full = {value.shape for value in saved} & {torch.Size(p.shape) for p in weights}
+        assert not full, "no full weight is saved for backward"
+        (row,) = (row for row in report.forward.buckets if "payload" in row.name)
+        assert row.nbytes == sum(math.prod(p.shape) for p in weights) * bits / 8
     assert_expected_inline(
         "\n\n".join(found.values()),
         """\
-gather_root_payload = all_gather_start([_to_copy, where, _to_copy, where, _to_copy, where], uint8, world_size=8)
-gather_root_1 = all_gather_start([blocks.0.{up.bias, down.bias}, head.bias], float32, world_size=8)
+gather_root_payload = all_gather_start([_to_copy, where, _to_copy, where], uint8, world_size=8)
+gather_root_1 = all_gather_start([blocks.0.{up.bias, down.bias}, head.{weight, bias}], bfloat16, world_size=8)
 
-reduced_payloads = reduce_payloads([amax, amax, amax], op=max)
-gather_root_payload = all_gather_start([bitwise_or, _to_copy, bitwise_or, _to_copy, bitwise_or, _to_copy], uint8,
-    world_size=8)
-gather_root_1 = all_gather_start([blocks.0.{up.bias, down.bias}, head.bias], float32, world_size=8)""",
+reduced_payloads = reduce_payloads([amax, amax], op=max)
+gather_root_payload = all_gather_start([bitwise_or, _to_copy, bitwise_or, _to_copy], uint8, world_size=8)
+gather_root_1 = all_gather_start([blocks.0.{up.bias, down.bias}, head.{weight, bias}], bfloat16, world_size=8)""",
     )
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_bytes_gathered() -> None:
-    def gathered(model: nn.Module) -> int:
-        with torch.no_grad():
-            model(torch.randn(4, 256))
-        return sum(row.nbytes for row in graph_fsdp.inspect(model).inference.buckets)
-
-    bf16 = {"backend": "eager", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    plain = gathered(graph_fsdp.compile(MLP(depth=1, width=256), **bf16))
-    weights = 2 * 256 * 512
-    others = plain - 2 * weights
-    for format, bits in (("mxfp8", 8.25), ("nvfp4", 4.5)):
-        torch._dynamo.reset()
-        found = gathered(graph_fsdp.compile(model_of(format, blocks, width=256), **bf16))
-        assert found - others == weights * bits / 8, format
 
 
 # Numbers
@@ -137,12 +124,13 @@ def fsdp2(format: str, **options: Any) -> nn.Module:
 
 @FACTS
 def training_has_the_bits_of_fsdp2() -> None:
-    for format, options, ours in (
-        ("mxfp8", {}, {"reshard_after_forward": True}),
-        ("nvfp4", {"mp_policy": BF16}, {"reshard_after_forward": False, "passes": default_pipeline(bucket="none")}),
-    ):
-        torch._dynamo.reset()
-        equal(train(compiled(format, blocks, **options, **ours)), train(fsdp2(format, **options)))
+    ours = {"reshard_after_forward": False, "passes": default_pipeline(bucket="none")}
+    equal(train(compiled("nvfp4", blocks, mp_policy=BF16, **ours)), train(fsdp2("nvfp4", mp_policy=BF16)))
+
+
+@FACTS.long
+def training_has_the_bits_of_fsdp2_in_mxfp8() -> None:
+    equal(train(compiled("mxfp8", blocks, reshard_after_forward=True)), train(fsdp2("mxfp8")))
 
 
 def dequantized(format: str) -> nn.Module:
@@ -181,7 +169,7 @@ def gradients_have_the_bits_of_one_process_with_uneven_rows_too() -> None:
 
 @FACTS
 def shards_are_plain_and_are_saved_and_loaded() -> None:
-    model = compiled("nvfp4")
+    model = compiled("mxfp8")
     assert all(type(p.to_local().detach()) is Tensor for p in model.parameters())
     train(model, steps=1)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

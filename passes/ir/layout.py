@@ -23,6 +23,11 @@ def quantized_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
+def blocks_nbytes(numel: int) -> int:
+    """Count the bytes of ``numel`` elements in whole blocks of float32, in which they are quantized and summed."""
+    return quantized_blocks(numel) * BLOCK * torch.float32.itemsize
+
+
 def quantized_nbytes(numel: int) -> int:
     """Count the bytes of ``numel`` quantized elements: the values, and behind them, aligned, the scales of blocks."""
     size = torch.float32.itemsize
@@ -161,6 +166,17 @@ def copies(graph: Graph) -> tuple[int, int]:
     return sum(packed for packed, _ in found), sum(unpacked for _, unpacked in found)
 
 
+def _quantized_copies(start: fx.Node) -> tuple[int, int] | None:
+    """Count what quantizing and adding up what was received read and write (``runtime/comm/quantized.py``)."""
+    given, value = arguments(start), start.meta["val"]
+    if not given.sent_as:
+        return None
+    rows = given.world_size * blocks_nbytes(value.numel())
+    passes = 5 if given.sent_as.is_floating_point else 7  # packed, largest found, scaled, (rounded,) read to be sent
+    sent = nbytes(_gradients_copied(start)) + passes * rows + packed_nbytes(start)
+    return sent, packed_nbytes(start) + 4 * rows + 2 * given.world_size * nbytes(value)
+
+
 def copies_by(node: fx.Node) -> tuple[int, int]:
     """Count the bytes that packing and unpacking for one node reads and writes."""
     if node.target is dialect.all_gather_start:
@@ -170,8 +186,7 @@ def copies_by(node: fx.Node) -> tuple[int, int]:
     if node.target is dialect.keep_shard:
         return 2 * nbytes(node.meta["val"]), 0
     if node.target is dialect.reduce_scatter_start:
-        received = packed_nbytes(node) if dialect.argument(node, "sent_as") else 0  # and summed
-        return nbytes(_gradients_copied(node)) + packed_nbytes(node), received and received + nbytes(node.meta["val"])
+        return _quantized_copies(node) or (nbytes(_gradients_copied(node)) + packed_nbytes(node), 0)
     if node.target is dialect.all_reduce_start:
         return nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads")), 0
     return 0, 0

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
@@ -53,7 +53,7 @@ class QuantizedReduceScatter:
     def start(self, grads: Sequence[Tensor]) -> Pending:
         device = grads[0].device
         sent, received = (self.allocate(self.world * self.nbytes, torch.uint8, device) for _ in range(2))
-        self._quantize(self._rank_major(grads), *self._parts(sent))
+        self._quantize(grads, *self._parts(sent))
         out = self.allocate(self.numel, self.dtype, device)
 
         def start(async_op: bool) -> list[Any]:
@@ -75,36 +75,26 @@ class QuantizedReduceScatter:
         scales = rows[:, self.nbytes - 4 * self.blocks :].view(torch.float32)
         return rows[:, : self.numel].view(self.sent_as), scales.unsqueeze(-1)
 
-    def _rank_major(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return gradients as (ranks, numel): packed, unless one is that as it lies."""
-        first = grads[0]
-        if len(grads) == 1 and dialect.is_sent_as_it_is(first, first.dtype, self.world):
-            return first.view(self.world, -1)
-        common = functools.reduce(torch.promote_types, [grad.dtype for grad in grads])
-        packed = first.new_empty((self.world, self.numel), dtype=common)
-        pack_gradients(grads, self.world, packed)
-        return packed
-
-    def _in_blocks(self, rows: Tensor) -> Tensor:
-        """View (…, numel) as (…, blocks, BLOCK), padded with zeros."""
-        padding = self.blocks * BLOCK - self.numel
-        whole = nn.functional.pad(rows, (0, padding)) if padding else rows
-        return whole.view(*rows.shape[:-1], self.blocks, BLOCK)
-
-    def _quantize(self, rows: Tensor, values: Tensor, scales: Tensor) -> None:
-        blocks = self._in_blocks(rows)
-        largest = torch.linalg.vector_norm(blocks, float("inf"), dim=-1, keepdim=True).float()
+    def _quantize(self, grads: Sequence[Tensor], values: Tensor, scales: Tensor) -> None:
+        """Fill a message with gradients. All works in one copy of them: float32, in rank-major rows of whole blocks."""
+        rows = grads[0].new_empty((self.world, self.blocks * BLOCK), dtype=self.dtype)
+        rows[:, self.numel :] = 0
+        pack_gradients(grads, rows[:, : self.numel])
+        blocks = rows.view(self.world, self.blocks, BLOCK)
+        largest = torch.linalg.vector_norm(blocks, float("inf"), dim=-1, keepdim=True)
         # A scale that is not finite makes all that is multiplied with it NaN.
         largest = torch.where(largest.isfinite(), largest, float("nan"))
         scales.copy_((largest / _largest(self.sent_as)).clamp(min=_SMALLEST))
-        scaled = (blocks / scales).flatten(1)[:, : self.numel]
-        values.copy_(scaled if self.sent_as.is_floating_point else scaled.round_())
+        blocks.div_(scales)
+        values.copy_(rows[:, : self.numel] if self.sent_as.is_floating_point else rows.round_()[:, : self.numel])
 
     def _sum(self, values: Tensor, scales: Tensor, out: Tensor) -> None:
         """Add up what the ranks have sent, in their order."""
+        row = out.new_zeros(self.blocks * BLOCK)
+        part, blocks = row[: self.numel], row.view(self.blocks, BLOCK)
         for rank in range(self.world):
-            blocks = self._in_blocks(values[rank].to(self.dtype))
-            part = (blocks * scales[rank]).view(-1)[: self.numel]
+            part.copy_(values[rank])
+            blocks.mul_(scales[rank])
             if rank:
                 out.add_(part)
             else:
