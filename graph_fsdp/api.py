@@ -82,7 +82,8 @@ def compile(
             byte: ``passes=default_pipeline(budget=…)``. With an int n, as in FSDP2, each rank keeps 1/n of every unit,
             and backward gathers it over n consecutive ranks (all ranks means True, 1 means False).
         mp_policy: FSDP2's, for the model and each unit, or policies of modules' own: see
-            :mod:`graph_fsdp.parameters.mixed_precision`. Shards, optimizer state and buffers keep their dtype.
+            :mod:`graph_fsdp.parameters.mixed_precision`. Shards, optimizer state and buffers keep their dtype. A
+            ``reduce_dtype`` of int8 or float8 quantizes gradients on their way: see docs/low_precision.md.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's state on the CPU.
         ignored_params: parameters, or modules with all theirs, that are not sharded nor their gradients reduced.
         shard_placement_fn: a function from a parameter to the dimension on which it is sharded: ``Shard(dim)``, or None

@@ -263,6 +263,13 @@ def what_is_not_finite_arrives_as_nan_where_it_belongs() -> None:
             backward(model, model(x).sum())
             assert all(p.grad.full_tensor().isnan().any() for p in model.parameters() if p.grad.numel() > 100)
             assert not nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().isfinite()
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, scaler.scale(model(x).sum()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 65536, "on all ranks"
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @FACTS

@@ -38,7 +38,7 @@ _WRAPPED = frozenset(  # operators that make a weight of a weight: to copy, move
 
 
 class QuantizedGather(Tensor):
-    """A weight that is gathered in another format than it is stored in; to every operator the plain tensor ``data``.
+    """A weight that is gathered in another format than it is stored in; to every operator the plain tensor ``data_``.
     ``format``: a name of ``FORMATS``."""
 
     data_: Tensor
