@@ -1,5 +1,5 @@
-"""Write the tables of ``docs/compatibility.md``, ``performance.md``, ``planning.md``, ``reliability.md`` and ``xla.md``
-anew from ``benchmarks/results``.
+"""Write the tables of ``docs/compatibility.md``, ``low_precision.md``, ``performance.md``, ``planning.md``,
+``reliability.md`` and ``xla.md`` anew from ``benchmarks/results``.
 
     python benchmarks/update_docs.py
 
@@ -19,7 +19,7 @@ from harness import IMAGES, RESULTS, ROOT
 from tables import machine_line
 
 NOT_MEASURED = "Not measured yet.\n"
-_NAMES = ("compatibility", "performance", "planning", "reliability", "xla")
+_NAMES = ("compatibility", "low_precision", "performance", "planning", "reliability", "xla")
 PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in _NAMES)
 _MARKED = re.compile(r"(<!-- results/(?P<name>\w+)\.json -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -82,7 +82,8 @@ def compile(
             byte: ``passes=default_pipeline(budget=…)``. With an int n, as in FSDP2, each rank keeps 1/n of every unit,
             and backward gathers it over n consecutive ranks (all ranks means True, 1 means False).
         mp_policy: FSDP2's, for the model and each unit, or policies of modules' own: see
-            :mod:`graph_fsdp.parameters.mixed_precision`. Shards, optimizer state and buffers keep their dtype.
+            :mod:`graph_fsdp.parameters.mixed_precision`. Shards, optimizer state and buffers keep their dtype. A
+            ``reduce_dtype`` of int8 or float8 quantizes gradients on their way: see docs/low_precision.md.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's state on the CPU.
         ignored_params: parameters, or modules with all theirs, that are not sharded nor their gradients reduced.
         shard_placement_fn: a function from a parameter to the dimension on which it is sharded: ``Shard(dim)``, or None
@@ -127,6 +128,9 @@ def compile(
 
 def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> Model:
     policies = find_policies(model, options.mp_policy)
+    policies.check_quantized(
+        **{"backend='xla'": options.backend == "xla", "regions='whole'": options.regions == "whole"}
+    )
     trace_composable_checkpoints(model)
     ignored = ignored_parameters(model, options.ignored_params)
     names = parameter_names(model)
@@ -141,6 +145,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     gathered = {module for unit in units if unit.parameters for module in unit.modules.values()}
     put_values = initial_values(model, gathered, place, options)
     spec = _model_spec(units, names, place, policies)
+    policies.check_sharded(spec)
     spec = dataclasses.replace(spec, offload=options.offload(place.device))
     reshard, size = options.reshard_size(spec.world_size)
     groups = place.mesh.group_shapes() if place.mesh is not None else {"": GroupShape(1)}
@@ -193,12 +198,22 @@ def _model_spec(
         if name in unit_of:
             if name in place.quantized:
                 p = place.quantized[name].sharded
-            dtypes = p.dtype, *policies.dtypes_of(p, [name, *others])
-            shape, dim, own_mesh = tuple(compat.local_part(p).shape), place.shard_dims.get(name, 0), own.get(name)
-            ranks = world_size if own_mesh is None else own_mesh.world_size
+            param_dtype, reduce_dtype, sent_as = policies.dtypes_of(p, [name, *others])
+            shape, own_mesh = tuple(compat.local_part(p).shape), own.get(name)
             specs.append(
                 ParameterSpec(
-                    name, unit_of[name], shape, *dtypes, p.requires_grad, ranks, dim, is_extended(p), own_mesh
+                    name,
+                    unit_of[name],
+                    shape,
+                    p.dtype,
+                    param_dtype,
+                    reduce_dtype,
+                    p.requires_grad,
+                    world_size if own_mesh is None else own_mesh.world_size,
+                    place.shard_dims.get(name, 0),
+                    is_extended(p),
+                    own_mesh,
+                    sent_as,
                 )
             )
     # The modules of one unit are gathered as one, where its first parameter is.

@@ -21,6 +21,7 @@ from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.runtime.comm.collectives import Comms, Gather, Pending, ReduceScatter
+from graph_fsdp.runtime.comm.quantized import QuantizedReduceScatter
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame, StartPlan, start_copy, start_gather, start_reduction
 from graph_fsdp.runtime.observe import Event, MakeObserver, Watcher, observed, ranges, seen_by
@@ -199,7 +200,8 @@ class ProgramText:
         if node.target is dialect.reduce_scatter_start:
             given = _arguments(node)
             given["comms"], given["registered"] = self.comms if given["custom"] else None, self.registered
-            reduce = bound(ReduceScatter, given)(given["grads"]).start
+            made = QuantizedReduceScatter if given["sent_as"] else ReduceScatter
+            reduce = bound(made, given)(given["grads"]).start
         begins = begins_in_shard(node) if again else ()
         begin = partial(start_reduction, reduce=reduce, params=node.meta["fsdp"].params, begins=begins)
         return self._start(node, "reduce over replicas" if again else "reduce", begin)

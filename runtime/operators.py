@@ -18,7 +18,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.passes.ir.operands import by_name
-from graph_fsdp.runtime.comm import collectives, copies
+from graph_fsdp.runtime.comm import collectives, copies, quantized
 from graph_fsdp.runtime.comm.collectives import Pending
 
 _pending: dict[int, Pending] = {}  # by the address of the buffer
@@ -108,7 +108,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     dialect.all_gather_start: collectives.start_all_gather,
     dialect.keep_shard: collectives.keep_shard,
     dialect.free: _free,
-    dialect.reduce_scatter_start: collectives.start_reduce_scatter,
+    dialect.reduce_scatter_start: quantized.start_reduce_scatter,
     dialect.all_reduce_start: collectives.start_all_reduce,
     dialect.all_reduce_shard_start: collectives.start_shard_all_reduce,
     dialect.accumulate_grad: _accumulate_grad,

@@ -105,6 +105,7 @@ SETTINGS: dict[str, Setting] = {
     "units by size": Setting({"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=600)}),
     "bfloat16": Setting({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
     "bfloat16 out": Setting({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)}),
+    "int8 gradients": Setting({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.int8)}),
     "offload": Setting({"offload_policy": CPUOffloadPolicy()}),
     "ignored": Setting(options_of=lambda model: {"ignored_params": [next(model.parameters())]}),
     "last dimension": Setting({"shard_placement_fn": last_dimension}),

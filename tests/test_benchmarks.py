@@ -402,3 +402,18 @@ def test_the_cost_of_a_monitor_is_a_part_of_the_step() -> None:
     ((mine),) = benchmark("monitor_overhead").main(["--layers=1", "--width=16", "--steps=4", "--every=2"])
     assert 0 < mine["microseconds"] < mine["step milliseconds"] * 1e3
     assert mine["share"] == pytest.approx(mine["microseconds"] / mine["step milliseconds"] / 1e3)
+
+
+def run_low_precision(folder: str) -> int:
+    small = ["--steps=2", "--layers=1", "--width=16", "--heads=2", "--length=8", "--batch=2", "--device=cpu"]
+    code: int = benchmark("low_precision").main([*small, "--results", folder])
+    return code
+
+
+@pytest.mark.long
+def test_low_precision_trains_every_case_from_the_same_weights(tmp_path: Path) -> None:
+    assert run_ranks(run_low_precision, 2, str(tmp_path)) == [0, 0]
+    cases = json.loads((tmp_path / "low_precision.json").read_text())["cases"]
+    assert len({case["losses"][0] for case in cases.values()}) == 1
+    assert cases["float32"]["errors"] == [0, 0] < cases["int8"]["errors"]
+    assert cases["int8"]["sent"] < cases["bfloat16"]["sent"]

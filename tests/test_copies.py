@@ -184,7 +184,7 @@ def exchanged_in_a_wider_type() -> dict[str, tuple[Tensor, Tensor]]:
         pending = start_reduce_scatter(grads, torch.float32, dist.group.WORLD, mean_of(torch.float32, 2))
         pending.finish()
         packed = torch.empty(2 * pending.buffer.numel())
-        pack_gradients(grads, 2, packed)
+        pack_gradients(grads, packed.view(2, -1))
         expected = packed.new_empty(len(packed) // 2)
         dist.reduce_scatter_tensor(expected, packed, op=dist.ReduceOp.AVG)
         found[name] = pending.buffer, expected

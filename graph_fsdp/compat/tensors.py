@@ -36,6 +36,8 @@ foreach_mul: Callable[..., Any] = torch._foreach_mul_
 flattened: Callable[..., torch.Tensor] = torch._utils._flatten_dense_tensors  # all tensors, one behind the other
 newton_schulz: Callable[..., torch.Tensor] = _muon._zeropower_via_newtonschulz  # of a whole matrix
 adjusted_muon_lr: Callable[..., Any] = _muon._adjust_lr
+make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+preserving_version: Callable[..., Any] = torch.autograd._unsafe_preserve_version_counter
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
 log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
 

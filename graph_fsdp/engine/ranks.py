@@ -175,6 +175,7 @@ def _facts(engine: Engine) -> list[str]:
         lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
     for name, p in spec.parameters.items():
         dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
+        dtypes += f" sent as {p.sent_as}".replace("torch.", "") if p.sent_as else ""
         frozen = "" if p.trainable else " frozen"
         dim = f" sharded on dimension {p.shard_dim}" if p.shard_dim else ""
         layout = f" {found.layout}" if (found := engine.storage.parameters[name]).layout else ""
@@ -194,9 +195,11 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, context: PassConte
             record = node.meta.get("fsdp")
             if record is not None and (node.target in STARTS or node.target is reduce_payloads):
                 dtype = node.meta["val"].dtype
-                by_user = ", by the user's own collective" if getattr(arguments(node), "custom", False) else ""
+                given = arguments(node)
+                sent = f" sent as {given.sent_as}" if getattr(given, "sent_as", None) else ""
+                by_user = ", by the user's own collective" if getattr(given, "custom", False) else ""
                 lines.append(
-                    f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
+                    f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype}{sent} "
                     f"of {', '.join(record.params)}{by}{by_user}"
                 )
         if graph.absent is not None and graph.absent.agrees_on:

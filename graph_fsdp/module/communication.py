@@ -348,6 +348,12 @@ def _set_custom(module: object, name: str, comm: Any) -> None:
             f"input_tensor, group, …), got {comm!r}; derive it from torch's AllGather or ReduceScatter"
         )
     _check_cut(engine, method)
+    quantized = next((p for p in engine.spec.parameters.values() if p.sent_as), None)
+    if name == "reduce_scatter" and comm is not None and quantized is not None:
+        raise UnsupportedError(
+            f"{method}: mp_policy's reduce_dtype has the gradient of {quantized.name!r} sent as {quantized.sent_as} by "
+            "an all-to-all, of which no ReduceScatter is a part; leave one of the two out"
+        )
     if engine.spec.world_size == 1:
         warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=3)
     setattr(engine.comms, name, comm)

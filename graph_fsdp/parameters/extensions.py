@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,8 +95,9 @@ class ExtendedGather(nn.Module):
     def local(self, shard: Tensor) -> Any:
         return self.subclass.__tensor_unflatten__({self.attribute: shard}, self.context, shard.shape, shard.stride())
 
-    def pre(self, local: Any, shard: Tensor) -> tuple[list[Tensor], Any]:
-        """Return the payloads, at least one-dimensional and each in memory of its own, and the metadata."""
+    def pre(self, local: Any, shard: Tensor) -> tuple[list[Tensor], list[torch.dtype], Any]:
+        """Return the payloads, at least one-dimensional and each in memory of its own, their dtypes, and the metadata.
+        Those of different dtypes of one byte are bytes, so that one message gathers values and scales."""
         owner, mesh = self.__dict__["outside"]
         arguments = [mesh]
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 5:
@@ -108,11 +109,15 @@ class ExtendedGather(nn.Module):
         for value in inputs:
             value = value.contiguous().reshape(-1) if value.dim() == 0 else value.contiguous()
             payloads.append(value.clone() if value is shard or any(value is other for other in payloads) else value)
-        return payloads, metadata
+        dtypes = [value.dtype for value in payloads]
+        if len({dtype for dtype in dtypes if dtype.itemsize == 1}) > 1:
+            payloads = [_viewed(value, torch.uint8) if value.itemsize == 1 else value for value in payloads]
+        return payloads, dtypes, metadata
 
-    def post(self, local: Any, gathered: list[Tensor], metadata: Any) -> Tensor:
+    def post(self, local: Any, gathered: Sequence[Tensor], dtypes: Sequence[torch.dtype], metadata: Any) -> Tensor:
+        outputs = tuple(map(_viewed, gathered, dtypes))
         with _OwnCollectives(self.spec.name, None):
-            full: Tensor = local.fsdp_post_all_gather(tuple(gathered), metadata, self.spec.param_dtype)[0]
+            full: Tensor = local.fsdp_post_all_gather(outputs, metadata, self.spec.param_dtype)[0]
         return full if full.shape[0] == self.spec.shape[0] else full[: self.spec.shape[0]]
 
     def trace(self, device: torch.device) -> tuple[ParameterSpec, ...]:
@@ -126,11 +131,11 @@ class ExtendedGather(nn.Module):
         with compat.FakeTensorMode():
             shard = torch.empty(p.shard_shape, dtype=p.dtype, device=device)
             local = self.local(shard)
-            payloads, metadata = self.pre(local, shard)
+            payloads, dtypes, metadata = self.pre(local, shard)
             if any(type(v) not in (Tensor, compat.FakeTensor) for v in payloads):
                 raise UnsupportedError(f"{_PRE} of parameter {p.name!r} must return plain tensors to gather")
             whole = [v.new_empty((v.shape[0] * self.world_size, *v.shape[1:])) for v in payloads]
-            full = self.post(local, whole, metadata)
+            full = self.post(local, whole, dtypes, metadata)
         traceable: bool = compat.is_traceable_wrapper_subclass(full)
         if type(full) not in (Tensor, compat.FakeTensor) and not traceable:
             raise UnsupportedError(
@@ -150,17 +155,21 @@ class ExtendedGather(nn.Module):
         )
 
 
+def _viewed(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value if value.dtype is dtype else value.view(dtype)
+
+
 class _GatherByExtension(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, extension: ExtendedGather) -> Tensor:
         ctx.extension, ctx.shard_shape, ctx.dtype = extension, list(shard.shape), shard.dtype
         local = extension.local(shard)
-        payloads, metadata = extension.pre(local, shard)
+        payloads, dtypes, metadata = extension.pre(local, shard)
         gathered = [
             gather_param(value, list(p.shape), p.dtype, p.dtype, p.name, extension.groups[0])
             for value, p in zip(payloads, extension.payloads, strict=True)
         ]
-        return extension.post(local, gathered, metadata)
+        return extension.post(local, gathered, dtypes, metadata)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -7,6 +7,9 @@ cast to ``param_dtype`` (``cast_forward_inputs``) and outputs to ``output_dtype`
 for all is that of the root and of every unit. Where modules are named, units cast their inputs to the ``param_dtype``
 that holds for them, and outputs are cast only at named modules and the root.
 
+A ``reduce_dtype`` of 8 bits (``QUANTIZED``) is what gradients are quantized to on their way to the ranks that shard;
+sums are float32.
+
 Casts below the root are forward hooks, which Dynamo traces. As FSDP2's, they run before a module's own hooks when it
 begins, and after them when it ends.
 """
@@ -23,6 +26,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from graph_fsdp import compat
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes.ir.layout import QUANTIZED
+from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.units import modules_on_path
 
 PrecisionPolicies: TypeAlias = (
@@ -55,8 +61,34 @@ class ModulePolicies:
         """Return the policy of the module that the parameter of this name lies in."""
         return self.of_module(parameter.rpartition(".")[0])
 
-    def dtypes_of(self, p: nn.Parameter, names: Iterable[str]) -> tuple[torch.dtype, torch.dtype]:
-        """Return in which dtypes the parameter with these names is gathered, and its gradient reduced.
+    @property
+    def quantizing(self) -> torch.dtype | None:
+        """Return a type of 8 bits that a policy has gradients sent in, None where none has."""
+        reduced_in = (policy.reduce_dtype for policy in (self.root, *self.named.values()))
+        return next((dtype for dtype in reduced_in if dtype in QUANTIZED), None)
+
+    def check_quantized(self, **unsupported: bool) -> None:
+        """Refuse gradients of 8 bits with an option. ``unsupported``: option → is set."""
+        for option, is_set in unsupported.items():
+            if self.quantizing and is_set:
+                raise UnsupportedError(
+                    f"mp_policy: reduce_dtype={self.quantizing} quantizes gradients, which is not available with "
+                    f"{option}; leave one out"
+                )
+
+    def check_sharded(self, spec: ModelSpec) -> None:
+        """Refuse gradients of 8 bits that only replicas would exchange."""
+        for p in spec.parameters.values():
+            if p.sent_as and p.trainable and p.world_size == 1 and spec.mesh_of(p).replicas > 1:
+                raise UnsupportedError(
+                    f"mp_policy: reduce_dtype={p.sent_as} quantizes gradients on their way to the ranks that shard, "
+                    f"and parameter {p.name!r} is not sharded; over replicas gradients are reduced in float32: leave "
+                    "reduce_dtype out"
+                )
+
+    def dtypes_of(self, p: nn.Parameter, names: Iterable[str]) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+        """Return in which dtypes the parameter with these names is gathered, its gradient summed, and quantized (None:
+        not).
 
         Raises:
             TypeError, ValueError: see ``_dtypes``; its modules want different dtypes; it has a ``grad_dtype``.
@@ -105,6 +137,7 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
         TypeError, ValueError: ``mp_policy`` is not one of these, or changes nothing.
     """
     if isinstance(mp_policy, MixedPrecisionPolicy):
+        _check_reduce_dtype(mp_policy)
         return ModulePolicies(model, mp_policy, {}, of_all=True)
     modules = list(model.modules())
     if isinstance(mp_policy, Mapping):
@@ -120,16 +153,30 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
     for module, policy in named.items():
         if not isinstance(policy, MixedPrecisionPolicy):
             raise TypeError(f"mp_policy gives {policy!r} for a {type(module).__name__}; {_hint(policy)}")
+        _check_reduce_dtype(policy)
     if not named:
         raise ValueError("mp_policy gives no module of the model a policy; return one for some, or leave mp_policy out")
     return ModulePolicies(model, named.get(model, MixedPrecisionPolicy()), named)
 
 
-def _dtypes(policy: MixedPrecisionPolicy, p: nn.Parameter, name: str) -> tuple[torch.dtype, torch.dtype]:
-    """Return ``param_dtype`` and ``reduce_dtype`` of one parameter, as FSDP2 of the installed torch takes the policy.
-    Raises TypeError or ValueError if ``param_dtype_override_fn`` gives no dtype, or another than the two it may."""
+def _check_reduce_dtype(policy: MixedPrecisionPolicy) -> None:
+    dtype = policy.reduce_dtype
+    if dtype is None or dtype in QUANTIZED or (dtype.is_floating_point and dtype.itemsize > 1):
+        return
+    raise ValueError(
+        f"mp_policy has reduce_dtype={dtype}, in which gradients cannot be reduced; pass a floating-point type of 16 "
+        f"bits or more, or, to have them quantized, {', '.join(map(str, QUANTIZED))}"
+    )
+
+
+def _dtypes(
+    policy: MixedPrecisionPolicy, p: nn.Parameter, name: str
+) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+    """Return ``param_dtype`` and ``reduce_dtype`` of one parameter, as FSDP2 of the installed torch takes the policy,
+    and the type that its gradient is quantized to; it is then summed in float32. Raises TypeError or ValueError if
+    ``param_dtype_override_fn`` gives no dtype, or another than the two it may."""
     if not p.is_floating_point() or getattr(p, "quant_state", None) is not None:  # bitsandbytes' packed 4-bit values
-        return p.dtype, p.dtype
+        return p.dtype, p.dtype, None
     param_dtype = policy.param_dtype or p.dtype
     override = getattr(policy, "param_dtype_override_fn", None)
     if override is not None and (asked := override(p)) is not None:
@@ -139,7 +186,9 @@ def _dtypes(policy: MixedPrecisionPolicy, p: nn.Parameter, name: str) -> tuple[t
         if asked not in (p.dtype, param_dtype):
             raise ValueError(f"mp_policy: param_dtype_override_fn gives {asked} for {name!r}; {allowed}")
         param_dtype = asked
-    return param_dtype, policy.reduce_dtype or (p.dtype if compat.REDUCES_IN_OWN_DTYPE else param_dtype)
+    if policy.reduce_dtype in QUANTIZED:
+        return param_dtype, torch.float32, policy.reduce_dtype
+    return param_dtype, policy.reduce_dtype or (p.dtype if compat.REDUCES_IN_OWN_DTYPE else param_dtype), None
 
 
 def _check_mapping(modules: list[nn.Module], mp_policy: Mapping[Any, Any]) -> None:

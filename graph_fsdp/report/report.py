@@ -23,7 +23,7 @@ from graph_fsdp.passes.analysis.simulate import Timeline, seconds_beside, simula
 from graph_fsdp.passes.context import PassError, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
-from graph_fsdp.passes.ir.layout import copies
+from graph_fsdp.passes.ir.layout import copies, quantized_sends
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
@@ -112,6 +112,8 @@ class GraphView(report_text.Printed):
                 found.append(f"compiled by XLA {len(self.xla_compilations)}x: {causes}")
         elif self.buckets:
             found.append(f"copied by packing and unpacking: {self.copied_nbytes:,} bytes")
+            sent, plain = quantized_sends(self.graph) if self.graph is not None else (0, 0)
+            found += [f"gradients sent quantized: {sent:,} bytes instead of {plain:,}"] if sent else []
         found += [known for known in (self.memory, self.cuda_graphs) if known is not None]
         found += [line for line in (self.model_collectives(),) if line]
         return [line for part in [*found, self.predicted()] for line in str(part).splitlines()]

@@ -18,7 +18,8 @@ plus ``collective_launch``; the faster of the two counts. ``a`` is ``Link.latenc
 (recursive doubling, PAT in NCCL 2.23, trees) with NCCL's low-latency protocol, whose flags halve the bandwidth. A
 reduce-scatter is an all-gather backwards; an all-reduce is one after the other. In an all-to-all every rank sends its B
 bytes, one n-th to each, through its own adapter: ``max((l-1)/n · B / intra, (n-l)/n · B / inter)``, in one step per
-level. Other groups that use the same adapters at the same time are not seen.
+level. Gradients that are quantized are exchanged so. Other groups that use the same adapters at the same time are not
+seen.
 
 Collectives of the model's own (torch's functional ones, of tensor, context and expert parallelism) cost the same, where
 the model was given their groups; otherwise they count as kernels that read and write.
@@ -43,7 +44,7 @@ from graph_fsdp.passes.analysis.kernels import Kind, Work, graph_work, packet, v
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import copies_by
+from graph_fsdp.passes.ir.layout import copies_by, packed_nbytes
 from graph_fsdp.passes.ir.operands import argument, arguments, operand
 
 # Functional collective → the method that has its seconds.
@@ -111,7 +112,8 @@ def collective_key(node: fx.Node) -> str:
     """Describe a collective that a node starts by operator, bytes of its full buffer, dtype and group size."""
     given, dtype = vars(arguments(node)), _dtype_name(node.meta["val"].dtype)
     ranks = given["world_size"] if "world_size" in given else given["ranks"]
-    return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"
+    sent = f" sent as {_dtype_name(given['sent_as'])}" if given.get("sent_as") else ""
+    return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype}{sent} of {ranks} ranks"
 
 
 def _describe(value: Any) -> str:
@@ -255,6 +257,8 @@ class CostModel:
         if measured is not None:
             return measured
         group = dialect.argument(node, "group")
+        if node.target is dialect.reduce_scatter_start and dialect.argument(node, "sent_as"):
+            return self.all_to_all_seconds(packed_nbytes(node), group)
         nbytes = _full_nbytes(node, self._shape(group).size)
         is_half = node.target is dialect.all_gather_start or node.target is dialect.reduce_scatter_start
         return (self.all_gather_seconds if is_half else self.all_reduce_seconds)(nbytes, group)

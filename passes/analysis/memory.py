@@ -40,7 +40,7 @@ from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph, Phase
-from graph_fsdp.passes.ir.layout import gradients_sent, landing_nbytes, packed_nbytes, scattered_nbytes
+from graph_fsdp.passes.ir.layout import blocks_nbytes, gradients_sent, landing_nbytes, packed_nbytes, scattered_nbytes
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import ModelSpec, aligned
 from graph_fsdp.passes.transforms.slots import Slot, slot_table
@@ -338,6 +338,11 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
             buffers += [GraphStorage(start, of(start), *live, "landing") for of in (landing_nbytes, scattered_nbytes)]
         elif start.target is dialect.reduce_scatter_start:
             buffers.append(GraphStorage(start, packed_nbytes(start), *live, "reducing"))
+            if dialect.argument(start, "sent_as"):  # received; scaled gradients; and each part of the sum
+                part, ranks = blocks_nbytes(start.meta["val"].numel()), dialect.argument(start, "world_size")
+                buffers.append(GraphStorage(start, packed_nbytes(start), *live, "reducing"))
+                buffers.append(GraphStorage(start, ranks * part, live[0], live[0], "reducing"))
+                buffers.append(GraphStorage(start, part, live[1], live[1], "reducing"))
     return [buffer for buffer in buffers if buffer.nbytes]
 
 

@@ -19,6 +19,9 @@ where it lies; what shares a message is packed. The results of messages start at
 
 ``custom``: an object of the user's runs the collective, always in one message (``settings.py``).
 
+``sent_as``: gradients are quantized to this 8-bit type, exchanged in one message and summed in ``dtype`` by the rank
+that keeps the sum (``runtime/comm/quantized.py``).
+
 On a mesh that also replicates, a gradient is reduced over the group that shards and the result over its replicas.
 ``replicas`` tells the first reduction that the second follows: types that could overflow are divided before the first
 and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "". A reduction yields
@@ -204,7 +207,8 @@ free = _define(
 )
 reduce_scatter_start = _define(
     "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
-    " int[] messages=[], bool custom=False, *, float? factor=None, bool summed=False) -> Tensor",
+    " int[] messages=[], bool custom=False, *, float? factor=None, bool summed=False, ScalarType? sent_as=None)"
+    " -> Tensor",
     Effect.START,
     "the flat shard of the gradients' means, unknown until it is waited for",
     lambda grads, dtype, world_size, messages: grads[0].new_empty(

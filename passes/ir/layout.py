@@ -7,11 +7,31 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import arguments
+
+# Types that gradients can be quantized to, in blocks of BLOCK elements that have a float32 scale each.
+QUANTIZED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCK = 256
+
+
+def quantized_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def blocks_nbytes(numel: int) -> int:
+    """Count the bytes of ``numel`` elements in whole blocks of float32, in which they are quantized and summed."""
+    return quantized_blocks(numel) * BLOCK * torch.float32.itemsize
+
+
+def quantized_nbytes(numel: int) -> int:
+    """Count the bytes of ``numel`` quantized elements: the values, and behind them, aligned, the scales of blocks."""
+    size = torch.float32.itemsize
+    return size * (-(-numel // size) + quantized_blocks(numel))
 
 
 @dataclass(frozen=True)
@@ -109,7 +129,9 @@ def messages_of(start: fx.Node) -> list[tuple[list[fx.Node], int]]:
 def gradients_sent(start: fx.Node) -> list[fx.Node]:
     """Return the gradients that a ``reduce_scatter_start`` sends from where they lie."""
     given = arguments(start)
-    alone = [] if given.custom else [message[0] for message, _ in messages_of(start) if len(message) == 1]
+    if given.custom or given.sent_as:
+        return []
+    alone = [message[0] for message, _ in messages_of(start) if len(message) == 1]
     return [grad for grad in alone if dialect.is_sent_as_it_is(grad.meta["val"], given.dtype, given.world_size)]
 
 
@@ -120,10 +142,21 @@ def _gradients_copied(start: fx.Node) -> list[Tensor]:
 
 
 def packed_nbytes(start: fx.Node) -> int:
-    """Count the bytes of the copies that a ``reduce_scatter_start`` sends: packed, padded or cast."""
+    """Count the bytes of the copies that a ``reduce_scatter_start`` sends: packed, padded, cast or quantized."""
     given = arguments(start)
+    if given.sent_as:
+        return int(given.world_size * quantized_nbytes(start.meta["val"].numel()))
     elements = sum(dialect.chunk_numels(_gradients_copied(start), given.world_size))
     return int(given.world_size * elements * given.dtype.itemsize)
+
+
+def quantized_sends(graph: Graph) -> tuple[int, int]:
+    """Count the bytes of the gradients that a run of the graph sends quantized, scales among them, and how many these
+    gradients have in the type that sums have."""
+    starts = [node for node in graph.fx_graph.nodes if node.target is dialect.reduce_scatter_start]
+    quantized = [start for start in starts if dialect.argument(start, "sent_as")]
+    plain = (nbytes(start.meta["val"]) * int(dialect.argument(start, "world_size")) for start in quantized)
+    return sum(map(packed_nbytes, quantized)), sum(plain)
 
 
 def copies(graph: Graph) -> tuple[int, int]:
@@ -131,6 +164,17 @@ def copies(graph: Graph) -> tuple[int, int]:
     read and write in one run of the graph. What the process group copies itself is not among them."""
     found = [copies_by(node) for node in graph.fx_graph.nodes]
     return sum(packed for packed, _ in found), sum(unpacked for _, unpacked in found)
+
+
+def _quantized_copies(start: fx.Node) -> tuple[int, int] | None:
+    """Count what quantizing and adding up what was received read and write (``runtime/comm/quantized.py``)."""
+    given, value = arguments(start), start.meta["val"]
+    if not given.sent_as:
+        return None
+    rows = given.world_size * blocks_nbytes(value.numel())
+    passes = 5 if given.sent_as.is_floating_point else 7  # packed, largest found, scaled, (rounded,) read to be sent
+    sent = nbytes(_gradients_copied(start)) + passes * rows + packed_nbytes(start)
+    return sent, packed_nbytes(start) + 4 * rows + 2 * given.world_size * nbytes(value)
 
 
 def copies_by(node: fx.Node) -> tuple[int, int]:
@@ -142,7 +186,7 @@ def copies_by(node: fx.Node) -> tuple[int, int]:
     if node.target is dialect.keep_shard:
         return 2 * nbytes(node.meta["val"]), 0
     if node.target is dialect.reduce_scatter_start:
-        return nbytes(_gradients_copied(node)) + packed_nbytes(node), 0
+        return _quantized_copies(node) or (nbytes(_gradients_copied(node)) + packed_nbytes(node), 0)
     if node.target is dialect.all_reduce_start:
         return nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads")), 0
     return 0, 0

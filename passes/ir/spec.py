@@ -61,6 +61,7 @@ class ParameterSpec:
     shard_dim: int = 0
     extended: bool = False  # travels as payloads, which a tensor extension computes of it (sources.py)
     mesh: MeshSpec | None = None  # of its own; None: the model's
+    sent_as: torch.dtype | None = None  # of 8 bits: its gradient is quantized on the way to the ranks that shard
 
     @property
     def replicated(self) -> bool:
@@ -74,7 +75,7 @@ class ParameterSpec:
     @property
     def kind(self) -> Hashable:
         """Return what the parameters of one bucket have in common."""
-        return self.dtype, self.param_dtype, self.reduce_dtype, self.extended, self.mesh
+        return self.dtype, self.param_dtype, self.reduce_dtype, self.extended, self.mesh, self.sent_as
 
     @property
     def rows(self) -> int:

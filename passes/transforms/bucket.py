@@ -284,16 +284,18 @@ def _reduced(
     bucket, custom = model.bucket_of.get(first.name), context.settings.custom_reduce_scatter
     options, hooked = reduction_options(parameters, of.bucket, context)
     over: tuple[Any, ...]
+    quantized: dict[str, Any] = {}
     if mesh.world_size == 1:
         target, over = dialect.all_reduce_start, (mesh.replicas, mesh.replicate_group)
     elif bucket is None:  # scalars
         target, over = dialect.all_reduce_start, (mesh.world_size, group, mesh.replicas)
     else:
-        messages = [] if custom else bucket.reduced_in(parameters)
+        messages = [] if custom or first.sent_as else bucket.reduced_in(parameters)
         over = (mesh.world_size, group, mesh.replicas, messages, custom)
         target, values = dialect.reduce_scatter_start, [grad.meta["val"] for grad in grads]
+        quantized = {"sent_as": first.sent_as} if first.sent_as else {}
         begins = dialect.reduced_offsets(values, first.reduce_dtype, mesh.world_size, messages)[:-1]
-    flat = start_and_wait(graph, target, (grads, first.reduce_dtype, *over), of, options)
+    flat = start_and_wait(graph, target, (grads, first.reduce_dtype, *over), of, options | quantized)
     if is_unreplicated(first, context):
         return flat, begins
     if mesh.world_size > 1 and mesh.replicas > 1:

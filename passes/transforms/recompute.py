@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from graph_fsdp.compat import CheckpointPolicy
@@ -24,6 +25,10 @@ from graph_fsdp.passes.transforms.edits import ancestors, computed_of, reached_f
 # feed users in every region, so they take an id above all of the user's own.
 _REGION_ID = 2**31
 
+aten = torch.ops.aten
+# Masks and constants of dequantization, which are kernels by themselves where nothing fuses them.
+_DEQUANTIZING = frozenset((aten.full_like.default, aten.index_put.default, aten.lift_fresh_copy.default))
+
 
 class TagRecompute(GraphPass):
     """Tags gathers and what is computed from parameters alone to be recomputed."""
@@ -36,14 +41,20 @@ class TagRecompute(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> str | None:
         once, gathers = graph.with_role(Role.PAYLOAD_REDUCE), graph.with_role(Role.GATHER)
         sources = {*gathers, *ancestors(graph.with_role(Role.PAYLOAD))}.difference(once)
-        # Of what is computed from payloads and quantized parameters, all that fuses is recomputed, casts too.
+        # Of what is computed from payloads and quantized parameters, all that fuses is recomputed, casts too, and what
+        # dequantization has besides.
         restored = reached_from(graph, [n for n in gathers if _is_compressed(n.meta["fsdp"].params[0], context.model)])
 
         def is_recomputed(node: fx.Node) -> bool:
-            return is_cheap(node) or (node in restored and kind_of(node) is Kind.FUSIBLE)
+            dequantizes = kind_of(node) is Kind.FUSIBLE or node.target in _DEQUANTIZING
+            return is_cheap(node) or (node in restored and dequantizes)
 
-        tagged = computed_of(graph.nodes, sources.__contains__, is_recomputed)
+        constants = _constants(graph) if restored else set[fx.Node]()
+        tagged = computed_of(graph.nodes, (sources | constants).__contains__, is_recomputed)
+        tagged -= (constants - sources) - ancestors(tagged & restored)
         for node in tagged:
+            if node.op == "get_attr":
+                continue
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _REGION_ID
         for node in once:  # a few numbers, for which ranks would communicate again
@@ -59,6 +70,18 @@ class TagRecompute(GraphPass):
 def _is_compressed(name: str, model: ModelSpec) -> bool:
     dtype = model.spec_of(name).param_dtype
     return name in model.payloads or not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _constants(graph: Graph) -> set[fx.Node]:
+    """Return what is made of no input and not drawn at random, as a table for values that are dequantized is."""
+    found: set[fx.Node] = set()
+    for node in graph.fx_graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        is_made = kind_of(node) in (Kind.FREE, Kind.FUSIBLE) or node.target in _DEQUANTIZING
+        made = node.op == "call_function" and is_made and not is_random and found.issuperset(node.all_input_nodes)
+        if made or node.op == "get_attr":
+            found.add(node)
+    return found
 
 
 def is_of_parameters(node: fx.Node) -> bool:

@@ -168,7 +168,10 @@ class Verifier:
         elif node.target is dialect.reduce_scatter_start and "bucketed" in self.graph.facts:
             invariant = "a bucket is reduced in the same messages on all ranks"
             names, custom = node.meta["fsdp"].params, context.settings.custom_reduce_scatter
-            messages = context.bucket_of(names[0]).reduced_in([context.model.parameters[name] for name in names])
+            parameters = [context.model.parameters[name] for name in names]
+            sent_as = parameters[0].sent_as
+            messages = [] if sent_as else context.bucket_of(names[0]).reduced_in(parameters)
+            self._arguments(node, {"sent_as": sent_as}, "gradients are sent in the type that their policy names")
             self._messages(node, custom, messages, invariant)
         elif has_role(node, Role.UNPACK):
             name = node.meta["fsdp"].params[0]

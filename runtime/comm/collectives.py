@@ -298,7 +298,7 @@ class ReduceScatter:
             sent = first.view(-1)
             return sent if self.before is None else sent / self.before
         sent = self._empty(self.world * numel, first, comm)
-        pack_gradients(grads, self.world, sent)
+        pack_gradients(grads, sent.view(self.world, -1))
         return sent if self.before is None else sent.div_(self.before)
 
 
@@ -328,10 +328,9 @@ def _exchange_reduce_scatter(
     return Pending(out, finish)
 
 
-def pack_gradients(grads: Sequence[Tensor], world: int, packed: Tensor) -> None:
-    """Pack full gradients into ``packed``, which is flat: rank-major chunks, padded with zeros, in its dtype."""
-    rows = packed.view(world, -1)
-    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=rows)
+def pack_gradients(grads: Sequence[Tensor], rows: Tensor) -> None:
+    """Pack full gradients into ``rows``, one for each rank: its chunks, padded with zeros, in the dtype of ``rows``."""
+    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=len(rows), out=rows)
 
 
 def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean) -> Pending:

@@ -55,6 +55,7 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+INT8 = MixedPrecisionPolicy(reduce_dtype=torch.int8)
 # One more message costs less than a copy: buckets are gathered in several.
 _QUICK = dataclasses.replace(HARDWARE["h100"].intra, latency=1e-12)
 CHEAP_MESSAGES = dataclasses.replace(HARDWARE["h100"], intra=_QUICK, inter=_QUICK)
@@ -109,6 +110,7 @@ OPTIONS: dict[str, Option] = {
     "one unit": Option({"auto_wrap_policy": {MLP}}),
     "bf16": Option({"mp_policy": BF16}, numbers="changed"),
     "fp16": Option({"mp_policy": FP16}, numbers="mixed"),
+    "int8 gradients": Option({"mp_policy": INT8}, numbers="mixed"),
     "float8": Option(make=lambda: extended(Scaled, depth=DEPTH), numbers="changed"),
     "offload": Option({"offload_policy": CPUOffloadPolicy()}),
     "offload, pageable": Option({"offload_policy": CPUOffloadPolicy(pin_memory=False)}),

@@ -10,6 +10,7 @@ from mutants import Mutant, wrong
 GATHER = "runtime.comm.collectives:Gather.start"
 REDUCTION = "runtime.comm.collectives:_reduction"
 REDUCE = "runtime.comm.collectives:ReduceScatter"
+QUANTIZED = "runtime.comm.quantized:QuantizedReduceScatter"
 COPY = "runtime.comm.copies:_start"
 UNDER_WAY = "runtime.comm.streams:UnderWay.__init__"
 WAIT = "        under_way.wait()\n"
@@ -253,6 +254,20 @@ OTHERS: dict[tuple[str, ...], dict[str, Mutant]] = {
                 "start), flat, after)",
                 "start)\n    flat.div_(before or 1)\n    return _reduction(under_way, flat, after)",
             ),
+        ),
+    },
+    ("int8 gradients",): {
+        "quantized gradients are not waited for": wrong("all_to_all, aten.copy_", f"{QUANTIZED}.start", WAIT, ""),
+        "nothing keeps quantized gradients": wrong(
+            "all_to_all, the next allocation",
+            f"{QUANTIZED}.start",
+            "[sent, received], start",
+            "[received], start",
+        ),
+        "quantized gradients share memory": wrong(
+            "numbers",
+            f"{QUANTIZED}.start",
+            *("    def start(", "    sent = reused.setdefault(len(sent), sent)\n\n    def start("),
         ),
     },
     ("messages",): {
