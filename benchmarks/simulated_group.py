@@ -78,23 +78,23 @@ class SimulatedGroup(NamedGroup):
     # Collectives, under the names of c10d. torch 2.13 renamed some of them, and calls the new names.
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
-        return self._launch([self._all_gather(output, input)])
+        return self.launch([self._all_gather(output, input)])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work | None:
-        return self._launch([self._all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)])
+        return self.launch([self._all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work | None:
-        return self._launch([self._all_gather_list(o, i) for o, i in zip(outputs, inputs, strict=True)])
+        return self.launch([self._all_gather_list(o, i) for o, i in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work | None:
-        return self._launch([self._reduce_scatter(output, input, opts)])
+        return self.launch([self._reduce_scatter(output, input, opts)])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> dist.Work | None:
-        return self._launch([self._reduce_scatter(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        return self.launch([self._reduce_scatter(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work | None:
         scale = self._scale(opts)
@@ -103,12 +103,12 @@ class SimulatedGroup(NamedGroup):
             moved = 2 * self._ring_bytes(tensor)
             return Message("all_reduce", moved, (tensor,), (), lambda: _copy(tensor, tensor, scale))
 
-        return self._launch([message(tensor) for tensor in tensors])
+        return self.launch([message(tensor) for tensor in tensors])
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work | None:
-        return self._launch([Message("broadcast", t.nbytes, (t,), (), lambda: None) for t in tensors])
+        return self.launch([Message("broadcast", t.nbytes, (t,), (), lambda: None) for t in tensors])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work | None:
         """As the rank that has what all are sent."""
@@ -120,7 +120,7 @@ class SimulatedGroup(NamedGroup):
             moved = output.nbytes * (self.size() - 1)
             return Message("scatter", moved, (output,), tuple(parts), lambda: _copy(output, own))
 
-        return self._launch([message(output, parts) for output, parts in zip(outputs, inputs, strict=True)])
+        return self.launch([message(output, parts) for output, parts in zip(outputs, inputs, strict=True)])
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
@@ -137,12 +137,12 @@ class SimulatedGroup(NamedGroup):
             for part, own in pairs:
                 _copy(part, own)
 
-        return self._launch([Message("all_to_all", self._ring_bytes(input), (output,), (input,), exchange)])
+        return self.launch([Message("all_to_all", self._ring_bytes(input), (output,), (input,), exchange)])
 
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> dist.Work | None:
-        return self._launch([Message("barrier", 0, (), (), lambda: None)])
+        return self.launch([Message("barrier", 0, (), (), lambda: None)])
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -162,9 +162,9 @@ class SimulatedGroup(NamedGroup):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work | None:
         messages, self._grouped = self._grouped or [], None
-        return self._launch(messages)
+        return self.launch(messages)
 
-    def _launch(self, messages: Sequence[Message]) -> dist.Work | None:
+    def launch(self, messages: Sequence[Message]) -> dist.Work | None:
         """Start messages as one; None while a group is being collected, whose end has the work."""
         if self._grouped is not None:
             self._grouped += messages

@@ -117,11 +117,11 @@ class VirtualGroup(SimulatedGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return RegisteringBackend(supports_coalescing=device.type != "cpu", abort=self.abort)
 
-    def _launch(self, messages: Sequence[Message]) -> dist.Work | None:
+    def launch(self, messages: Sequence[Message]) -> dist.Work | None:
         for message in messages:
             addresses = {tensor.untyped_storage().data_ptr() for tensor in message.outputs}
             self.landed.append((message.kind, addresses <= RegisteringBackend.addresses))
-        return super()._launch(messages)
+        return super().launch(messages)
 
     def _lane(self, messages: Sequence[Message]) -> Lane:
         devices = {tensor.device for message in messages for tensor in message.tensors}

@@ -45,8 +45,8 @@ class SharedMachine(Machine):
 class SharedGroup(Unwaited, VirtualGroup):
     backend = BACKEND
 
-    def _launch(self, messages: Sequence[Message]) -> dist.Work | None:
-        work = super()._launch(messages)
+    def launch(self, messages: Sequence[Message]) -> dist.Work | None:
+        work = super().launch(messages)
         if isinstance(work, VirtualWork):
             assert isinstance(work.machine, SharedMachine)
             work.machine.held.append((work.end, self.started()))
