@@ -217,11 +217,11 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         self.replace(host)
         after = self.wait(lambda marks: _is_again(marks, killed))
-        parts = [_parts(killed, *of_rank) for of_rank in zip(before, after, strict=True)]
+        parts = [parts_of(killed, *of_rank) for of_rank in zip(before, after, strict=True)]
         return {**max(parts, key=lambda found: found["seconds"]), "host": host, "load": load}
 
 
-def _parts(killed: float, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def parts_of(killed: float, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return seconds of a rank's restart and of its parts. Raises Disagreement unless it went on from the newest
     checkpoint with the bits of the step after it."""
     marks = [m for m in after if m["at"] > killed]

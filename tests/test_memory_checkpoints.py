@@ -295,13 +295,13 @@ def an_error_in_the_background_is_told() -> None:
     with on_hosts(PAIRS, root):
         first = training()
         first.save(runs / "step_1", memory=True)
-        reserved = exchange._reserved
+        reserved = exchange.reserved
 
         def full(file: Path, size: int) -> Tensor:
             return reserved(file, size * 10**12)
 
         if dist.get_rank() == 3:
-            exchange._reserved = full
+            exchange.reserved = full
         try:
             first.save(runs / "step_2", memory=True, asynchronous=True)
             with pytest.raises(
@@ -309,7 +309,7 @@ def an_error_in_the_background_is_told() -> None:
             ):
                 first.save(runs / "step_3", memory=True)
         finally:
-            exchange._reserved = reserved
+            exchange.reserved = reserved
         dist.barrier()
         assert list(held(runs)) == ["step_1"]
         first.save(runs / "step_3", memory=True)

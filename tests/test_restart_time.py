@@ -29,7 +29,7 @@ def restarted(loaded: int, step: int, at: float = 100.0) -> list[dict[str, Any]]
 
 def test_parts_of_a_restart() -> None:
     before = steps(0.0, *range(1, 9))
-    found = restart_time._parts(100.0, before, [*before, *restarted(5, 6)])
+    found = restart_time.parts_of(100.0, before, [*before, *restarted(5, 6)])
     assert found == {**dict.fromkeys(restart_time.PARTS, 1.0), "seconds": 6.0, "cpu_seconds": 2.0, "resumed_after": 5}
 
 
@@ -39,7 +39,7 @@ def test_another_step_or_loss_is_an_error(loaded: int, step: int) -> None:
     after = restarted(loaded, step)
     after[-1]["loss"] = 1 / 6
     with pytest.raises(Disagreement, match=f"went on after step {loaded}, not 5"):
-        restart_time._parts(100.0, before, [*before, *after])
+        restart_time.parts_of(100.0, before, [*before, *after])
 
 
 @pytest.mark.long

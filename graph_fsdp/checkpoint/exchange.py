@@ -41,7 +41,7 @@ def bring(ranks: Ranks, path: Path, wanted: Collection[str]) -> None:
     partial = {m.file: path / f"{m.file}.partial" for m in moves if m.target == ranks.index}
     with ranks.agreeing([]):
         path.mkdir(mode=0o700, exist_ok=True)
-        buffers = {m.file: _reserved(partial[m.file], m.size) for m in moves if m.target == ranks.index}
+        buffers = {m.file: reserved(partial[m.file], m.size) for m in moves if m.target == ranks.index}
     with ranks.agreeing([]):
         _send(ranks, path, moves, buffers)
         for name, file in partial.items():
@@ -83,7 +83,7 @@ def _send(ranks: Ranks, path: Path, moves: list[Move], buffers: dict[str, Tensor
         raise no_answer(error, ranks.ranks) from error
 
 
-def _reserved(file: Path, size: int) -> Tensor:
+def reserved(file: Path, size: int) -> Tensor:
     """Return a new file, readable by the user alone, as a tensor of bytes that is its content. Its memory is there: a
     file system that is full is an error here, and would be the end of the process where the tensor is written."""
     try:
