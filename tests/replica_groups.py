@@ -118,7 +118,9 @@ def train(group: int, given: Training) -> dict[str, Tensor]:
     rank = dist.get_rank()
     policy = MixedPrecisionPolicy(reduce_dtype=given.reduce_dtype)
     model: Any = graph_fsdp.compile(built(given.seed), backend="eager", mp_policy=policy)
-    manager = manager_of(group, given.lighthouse, use_async_quorum=given.asynchronous)
+    # The initial values are equal. Else a rank that takes those of another group has no part in an asynchronous first
+    # step, and each rank of a group may take another one's.
+    manager = manager_of(group, given.lighthouse, use_async_quorum=given.asynchronous, init_sync=False)
     optimizer = torchft.Optimizer(manager, graph_fsdp.distribute_optimizer(optimizer_of(model)))
     replicate(model, manager, optimizer)
 
