@@ -521,7 +521,7 @@ def table(result: dict[str, Any]) -> Table:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     series = {
-        f"{name} faults": {step: resident / 1e6 for step, resident in found}
+        f"{name} faults": {step: resident / 1e6 for step, resident in found[:: max(1, len(found) // 50)]}
         for name, found in result["samples"].items()
     }
     lines(series, ("step", "resident MB of rank 0"), path)
