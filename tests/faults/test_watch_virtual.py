@@ -16,7 +16,7 @@ import torch.distributed as dist
 from facts import Facts, Failures, check
 from simulated_link import INSTANT, Message
 from struck import rounds
-from test_watch import TOGETHER, watches
+from test_watch import TOGETHER, nobody_is_left_watching
 from unwaited import Unwaited, UnwaitedWork
 from virtual import library
 from virtual.clocks import Moment
@@ -69,12 +69,7 @@ def ranks_of_the_virtual_device_are_watched() -> None:
         with SharedMachine("h100"):
             struck.DEVICE = torch.device(library.NAME, 0)
             function()
-    first = watches()
-    dist.destroy_process_group()
-    for thread in first:
-        thread.join(60.0)
-    assert watches() == []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what the launcher destroys
+    nobody_is_left_watching()
 
 
 @pytest.fixture(scope="module")
