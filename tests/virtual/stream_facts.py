@@ -72,7 +72,7 @@ def registered_memory_is_gathered_into_and_not_copied() -> None:
 def symmetric_slots_are_exchanged_once_and_gathered_into_without_a_copy() -> None:
     """With stand-ins for torch's allocation and exchange of addresses."""
     gathers: list[tuple[set[int], set[int]]] = []  # addresses of the storages that a gather sends from and writes
-    launch = VirtualGroup._launch
+    launch = VirtualGroup.launch
 
     def noted(self: VirtualGroup, messages: Sequence[Message]) -> Any:
         for message in messages:
@@ -89,7 +89,7 @@ def symmetric_slots_are_exchanged_once_and_gathered_into_without_a_copy() -> Non
             model.set_symm_mem_for_comm()  # type: ignore[operator]
         return model
 
-    with standing_in() as asked, mock.patch.object(VirtualGroup, "_launch", noted), strict():
+    with standing_in() as asked, mock.patch.object(VirtualGroup, "launch", noted), strict():
         machine = same_numbers(shard, steps=3)
     assert asked.pools and set(asked.pools) == {"virtual"}
     assert len(asked.exchanged) == len(asked.pools) == len(asked.addresses), "no slot is exchanged, or made, again"
