@@ -7,7 +7,8 @@
 All implementations are in the same processes and take turns, some steps each, in an order that changes from round to
 round: what else the machine does falls on all of them. A step is forward, backward and AdamW (fused). Its time is the
 slowest rank's; ratios are taken within a round, and the table has their median and quartiles. CPU time is that of all
-threads of all ranks, for the same steps: on a busy machine it says more than wall time.
+threads of all ranks, for the same steps: on a busy machine it says more than wall time. With ``--bounds`` computing
+alone and messages alone (``bounds.py``) take turns too, and each step is compared with the larger of the two.
 
 Losses of every implementation are compared with plain PyTorch's on every step that is run, and a run in which one
 differs fails (exit code 1). Peak memory is measured on models of their own, before the timed ones are made
@@ -27,11 +28,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import peak_memory
 import torch
 import torch.distributed as dist
+from bounds import BOUNDS
 from copies import copies_of
 from harness import (
     POLICIES,
@@ -56,7 +58,11 @@ WARMUP = 3
 Turn = tuple[float, float]  # wall and CPU seconds per step
 
 
-def interleave(trainers: Mapping[str, Trainer], rounds: int, steps: int, device: str) -> list[dict[str, Turn]]:
+class Steps(Protocol):
+    def step(self) -> None: ...
+
+
+def interleave(trainers: Mapping[str, Steps], rounds: int, steps: int, device: str) -> list[dict[str, Turn]]:
     """Each trainer in turn ``steps`` timed steps, after one that is not, in every round; this rank's times."""
     names = list(trainers)
     found = []
@@ -115,10 +121,14 @@ def run(
             copies[name] = copies_of(trainer.model, trainer.step)
             for _ in range(WARMUP):
                 trainer.step()
+        bounds = {name: bound(workload, setup) for name, bound in BOUNDS.items() if options.bounds}
+        for bound in bounds.values():
+            for _ in range(WARMUP):
+                bound.step()
         gc.collect()
         gc.freeze()  # one process holds what is usually spread over many: no collection is to walk all of it
         compiled = _compilations()
-        rounds = combine(gather(interleave(trainers, options.rounds, options.steps, options.device)))
+        rounds = combine(gather(interleave({**trainers, **bounds}, options.rounds, options.steps, options.device)))
         assert _compilations() == compiled, "something was compiled while steps were timed"
         found = {name: trainer.losses() for name, trainer in trainers.items()}
         difference = check_losses(found, expected, TOLERANCES[options.dtype])
@@ -133,6 +143,7 @@ def run(
             "settings": _settings(options),
             "loss": {"tolerance": TOLERANCES[options.dtype], "largest_difference": difference, "steps": steps},
             "rows": rows,
+            "bounds": {name: quartiles([turns[name][0] for turns in rounds]) for name in bounds},
         }
 
 
@@ -195,6 +206,8 @@ def _row(
     for other in options.against:
         row["ratio"][other] = quartiles([turns[name][0] / turns[other][0] for turns in rounds])
         row["cpu_ratio"][other] = quartiles([turns[name][1] / turns[other][1] for turns in rounds])
+    if options.bounds:
+        row["bound_ratio"] = quartiles([turns[name][0] / max(turns[bound][0] for bound in BOUNDS) for turns in rounds])
     if name in memory:
         row["peak_bytes"], row["bytes_between_steps"] = memory[name].peak, memory[name].between_steps
     if copies[name] is not None:
@@ -213,6 +226,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> Table:
     against = result["settings"]["against"]
     header = ["implementation", "step, ms", "tokens/s", *(f"÷ {name}" for name in against)]
+    bounds = result.get("bounds", {})
+    header += ["÷ bound"] * bool(bounds)
     header += ["CPU, ms", f"CPU ÷ {against[0]}", "peak, MB", "pack, MB", "unpack, MB"]
     rows = []
     for row in result["rows"]:
@@ -223,6 +238,7 @@ def table(result: dict[str, Any]) -> Table:
                 quartile_cell(row["step_seconds"], 1e3, 1),
                 f"{row['tokens_per_second']:,.0f}",
                 *(quartile_cell(row["ratio"][name], 1, 2) for name in against),
+                *([quartile_cell(row["bound_ratio"], 1, 2)] if bounds else []),
                 quartile_cell(row["cpu_seconds"], 1e3, 1),
                 quartile_cell(row["cpu_ratio"][against[0]], 1, 2),
                 bytes_cell(row.get("peak_bytes")),
@@ -235,6 +251,9 @@ def table(result: dict[str, Any]) -> Table:
         f"Medians, first to third quartile in brackets. Losses of all {loss['steps']} steps agree with plain PyTorch's "
         f"to {loss['largest_difference']:.1g} (allowed: {loss['tolerance']:g})."
     )
+    if bounds:
+        times = " and ".join(f"{name} {quartile_cell(seconds, 1e3, 1)} ms" for name, seconds in bounds.items())
+        note += f" Bound: the larger of {times}, of each round."
     return Table(header, rows, note)
 
 
@@ -259,6 +278,7 @@ def parse(arguments: Sequence[str], implementations: Mapping[str, Implementation
     parser.add_argument("--reshard-after-forward", type=_optional_bool, help="true, false (default: what each does)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
+    parser.add_argument("--bounds", action="store_true", help="computing alone and messages alone (bounds.py) too")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     options = parser.parse_args(arguments)
     options.arguments = list(arguments)

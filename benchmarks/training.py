@@ -39,9 +39,13 @@ class Trainer:
         batch = self.workload.tokens(len(self._losses), dist.get_rank(), self.device)
         loss = loss_of(self.model(**batch))
         loss.backward()
+        self.update()
+        self._losses.append(loss.detach())
+
+    def update(self) -> None:
+        """The optimizer's step."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
         return [loss.item() for loss in self._losses]

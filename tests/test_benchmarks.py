@@ -16,6 +16,7 @@ import torch.distributed as dist
 from launch import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 from graph_fsdp.passes import default_pipeline
 
@@ -28,8 +29,9 @@ import peak_memory  # noqa: E402
 import step_time  # noqa: E402
 import training  # noqa: E402
 import update_docs  # noqa: E402
+from bounds import Compute, Link  # noqa: E402
 from copies import copies_of  # noqa: E402
-from harness import command_of, machine  # noqa: E402
+from harness import POLICIES, command_of, machine  # noqa: E402
 from implementations import IMPLEMENTATIONS, REFERENCE_ALONE, Implementation, Setup  # noqa: E402
 from workloads import Workload  # noqa: E402
 
@@ -122,6 +124,7 @@ def test_step_time_compares_implementations_and_fails_where_one_trains_wrongly(
         assert held < row["peak_bytes"]
     assert rows["fsdp2"]["copied_bytes"]["pack"] > parameters and "copied_bytes" not in rows["alone"]
     assert result["loss"]["steps"] == 1 + 3 + 2 * (1 + 1) and result["loss"]["largest_difference"] < 1e-6
+    assert result["bounds"] == {}
     assert [line.split()[0] for line in step_time.table(result).text().splitlines()[1:4]] == list(rows)
 
 
@@ -230,6 +233,30 @@ def test_turns_are_taken_in_an_order_that_changes_from_round_to_round() -> None:
     found = step_time.interleave({name: Recorder(name) for name in "abc"}, rounds=3, steps=1, device="cpu")  # type: ignore[dict-item]
     assert "".join(order) == "aabbcc" + "aaccbb" + "ccaabb", "one step before the timed one"
     assert [set(turns) for turns in found] == [set("abc")] * 3
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_bounds_update_a_ranks_share_and_send_what_a_sharded_step_sends() -> None:
+    workload = Workload(layers=2, width=16, heads=2, vocab=32, length=8)
+    setup = Setup(workload.blocks, init_device_mesh("cpu", (8,)), POLICIES["bfloat16"])
+    with torch.compiler.set_stance("force_eager"):
+        compute = Compute(workload, setup)
+        compute.step()
+    updated = [p for group in compute.optimizer.param_groups for p in group["params"]]
+    numel = sum(p.numel() for p in compute.model.parameters())
+    moments = sum(state["exp_avg"].numel() for state in compute.optimizer.state.values())
+    assert sum(p.numel() for p in updated) == moments == numel / 8
+
+    link = Link(workload, setup)
+    with CommDebugMode() as sent:
+        link.step()
+    gathers, reductions = 1 + 2 * workload.layers, workload.layers + 1
+    assert list(sent.get_comm_counts().values()) == [gathers, reductions]
+    whole = {"bfloat16": 0, "float32": 0}
+    for launch in link.launches:
+        whole[str(launch.args[0].dtype).removeprefix("torch.")] += max(tensor.numel() for tensor in launch.args)
+    of_blocks = sum(p.numel() for p in workload.blocks(workload.make(CPU)).parameters())
+    assert whole == {"bfloat16": numel + of_blocks, "float32": numel}, "blocks are gathered twice"
 
 
 @pytest.mark.usefixtures("fake_group")
