@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from graph_fsdp import CheckpointError
-from graph_fsdp.checkpoint import exchange, latest, save
+from graph_fsdp.checkpoint import checksums, exchange, latest, save
 from graph_fsdp.checkpoint.hosts import DESCRIPTION, SHARED, VARIABLE, place_of
 
 FACTS = Facts(__name__)
@@ -205,8 +205,40 @@ def replicas_are_lost_together() -> None:
             found.save(runs / "step_1", memory=True, overwrite=True)
 
 
+def cut_off(file: Path) -> None:
+    os.truncate(file, 100)
+
+
+def flip_a_bit_of_each_entry(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    for extent in checksums.by_file(checksums.read(file.parent))[file.name]:
+        content[extent.offset + extent.length // 2] ^= 1
+    file.write_bytes(content)
+
+
 @FACTS
-def a_file_that_is_cut_off_is_taken_from_the_other_host() -> None:
+def a_damaged_file_is_taken_from_the_other_host() -> None:
+    root = shared_folder()
+    runs = root / "runs"
+    with on_hosts(PAIRS, root):
+        first = training()
+        advance(first, 1)
+        first.save(runs / "step_1", memory=True)
+        place = place_of(runs) / "step_1"
+        for damage in (cut_off, flip_a_bit_of_each_entry):
+            before = {file.name: file.read_bytes() for file in place.iterdir()}
+            dist.barrier()
+            if dist.get_rank() == 0:
+                for name in ("__0_0.distcp", SHARED):
+                    damage(place / name)
+            dist.barrier()
+            resumed(runs, "step_1", first.values())
+            assert before == {file.name: file.read_bytes() for file in place.iterdir()}, "as it was written"
+            dist.barrier()
+
+
+@FACTS
+def a_file_that_is_damaged_on_both_hosts_is_an_error() -> None:
     root = shared_folder()
     runs = root / "runs"
     with on_hosts(PAIRS, root):
@@ -214,11 +246,14 @@ def a_file_that_is_cut_off_is_taken_from_the_other_host() -> None:
         advance(first, 1)
         first.save(runs / "step_1", memory=True)
         dist.barrier()
-        if dist.get_rank() == 0:
-            for name in ("__0_0.distcp", SHARED):
-                os.truncate(place_of(runs) / "step_1" / name, 100)
+        if dist.get_rank() in (0, 2):
+            flip_a_bit_of_each_entry(place_of(runs) / "step_1" / "__0_0.distcp")
         dist.barrier()
-        resumed(runs, "step_1", first.values())
+        second = training(seed=1)
+        expected = second.values()
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp.*(any more|is damaged).*load an older checkpoint"):
+            second.load(place_of(runs) / "step_1")
+        assert not different(second.values(), expected)
 
 
 @FACTS

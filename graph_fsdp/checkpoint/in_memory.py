@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from graph_fsdp.checkpoint import folder
+from graph_fsdp.checkpoint.checksums import Extent, by_file
 from graph_fsdp.checkpoint.exchange import bring
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.hosts import (
@@ -138,7 +139,7 @@ def _size(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize + _ENTRY_BYTES
 
 
-def bring_values(ranks: Ranks, path: Path, own: str) -> None:
+def bring_values(ranks: Ranks, path: Path, own: str, verify: bool) -> None:
     """Get what each rank reads of a checkpoint in memory but for tensors: the description, what is no shard, and the
     entries below ``own``."""
     with ranks.agreeing([f"in memory: {path.parent.name}/{path.name}"]):
@@ -153,15 +154,30 @@ def bring_values(ranks: Ranks, path: Path, own: str) -> None:
     bring(ranks, path, (*DESCRIPTION, SHARED))
     with ranks.agreeing([]):
         checkpoint = Checkpoint.open(path)
-        indices = [i for i in checkpoint.metadata.storage_data if i.fqn.startswith(f"{own}.")]
-        files = {checkpoint.extent(index).file for index in indices}
-    bring(ranks, path, files)
+        extents = {index: checkpoint.extent(index) for index in checkpoint.metadata.storage_data}
+        read = [at for index, at in extents.items() if index.fqn.startswith(f"{own}.") or at.file == SHARED]
+    _bring_entries(ranks, checkpoint, read, verify)
 
 
-def bring_tensors(ranks: Ranks, checkpoint: Checkpoint, wanted: Mapping[str, Tensor]) -> None:
+def bring_tensors(ranks: Ranks, checkpoint: Checkpoint, wanted: Mapping[str, Tensor], verify: bool) -> None:
     """Get the files from which this rank will read."""
     with ranks.agreeing([]):
         planner = FillPlanner()
         planner.set_up_planner(dict(wanted), checkpoint.metadata, False)
-        files = {checkpoint.extent(item.storage_index).file for item in planner.create_local_plan().items}
-    bring(ranks, checkpoint.path, files)
+        read = [checkpoint.extent(item.storage_index) for item in planner.create_local_plan().items]
+    _bring_entries(ranks, checkpoint, read, verify)
+
+
+def _bring_entries(ranks: Ranks, checkpoint: Checkpoint, extents: Collection[Extent], verify: bool) -> None:
+    """Get the files of entries. With ``verify``, one whose bytes have changed on this host comes from another."""
+    bring(ranks, checkpoint.path, by_file(extents))
+    if not verify:
+        return
+    with ranks.agreeing([]):
+        damaged = checkpoint.damaged(extents)
+    with ranks.agreeing([]):  # now that no rank of the host reads them
+        for file in by_file(damaged):
+            (checkpoint.path / file).unlink(missing_ok=True)
+    bring(ranks, checkpoint.path, by_file(damaged))
+    with ranks.agreeing([]):
+        checkpoint.check_sums(damaged)

@@ -60,7 +60,7 @@ def load(
     """Load a checkpoint into a model, an optimizer and whatever else has a state. All ranks of the model call it, and
     each reads what it holds. Ranks, mesh, buckets and dtypes may differ from those that saved. Whatever
     ``torch.distributed.checkpoint`` has written can be loaded, as from FSDP2. Of one in memory, which
-    ``latest(folder, model)`` has found, hosts send each other the files that they have lost.
+    ``latest(folder, model)`` has found, hosts send each other the files that they have lost, or that are damaged.
 
     Nothing in the checkpoint is run: what is not a tensor is loaded with ``weights_only=True``.
 
@@ -85,7 +85,7 @@ def load(
     ranks = Ranks.of(model)
     in_memory, mine = is_in_memory(path), f"{RNG}.{ranks.index}"
     if in_memory:
-        bring_values(ranks, Path(path), mine)
+        bring_values(ranks, Path(path), mine, verify)
     with ranks.agreeing([] if in_memory else [os.path.abspath(path)]):
         optimizers = optimizers_of(optimizer)
         checkpoint = Checkpoint.open(path)
@@ -103,8 +103,8 @@ def load(
         access = access_of(model)
         filled = {key: access.to_fill(tensor) for key, tensor in wanted.items()}
         if in_memory:
-            bring_tensors(ranks, checkpoint, filled)
-        read(checkpoint, filled, ranks, verify)
+            bring_tensors(ranks, checkpoint, filled, verify)
+        read(checkpoint, filled, ranks, verify and not in_memory)
         for key, tensor in wanted.items():
             access.filled(tensor, filled[key])
     except BaseException:

@@ -149,16 +149,21 @@ class Checkpoint:
         if problems:
             raise CheckpointError(f"{self.path} is damaged: {'; '.join(problems)}")
 
-    def check_sums(self, extents: Iterable[Extent]) -> None:
-        """Check the sums that graph_fsdp wrote of entries. Raises CheckpointError with the first changed file."""
+    def damaged(self, extents: Iterable[Extent]) -> list[Extent]:
+        """Return the entries whose sums are not those that graph_fsdp wrote. Raises CheckpointError where a file is not
+        there, or shorter."""
         if not self.checksums:
-            return
-        damaged = []
+            return []
+        found = []
         for extent, total in checksums.sums_of(self.path, extents).items():
             known = self.checksums.get(extent, Written(-1))
             if known != Written.of(total, known.data):
-                damaged.append(extent)
-        if damaged:
+                found.append(extent)
+        return found
+
+    def check_sums(self, extents: Iterable[Extent]) -> None:
+        """Raise CheckpointError with the first file of which an entry is damaged."""
+        if damaged := self.damaged(extents):
             (file, extents), *_ = by_file(damaged).items()
             raise CheckpointError(
                 f"{self.path / file} is damaged: {len(extents)} of its entries are not what was written, the first at "
