@@ -30,23 +30,25 @@ DESCRIBED = {*DESCRIPTION, SHARED}
 
 
 @contextlib.contextmanager
-def on_hosts(hosts: Sequence[int], root: Path) -> Iterator[None]:
+def on_hosts(hosts: Sequence[int], mesh: object = None) -> Iterator[tuple[Path, Training]]:
+    """A folder of checkpoints, with this host's memory beside it, and a training."""
+    root = shared_folder()
     memory = root / f"host{hosts[dist.get_rank()]}"
     memory.mkdir(exist_ok=True)
     os.environ[VARIABLE] = str(memory)
     try:
-        yield
+        yield root / "runs", training(mesh)
     finally:
         dist.barrier()
         del os.environ[VARIABLE]
 
 
-def replace_host(root: Path, *hosts: int) -> None:
+def replace_host(runs: Path, *hosts: int) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         for host in hosts:
-            shutil.rmtree(root / f"host{host}")
-            (root / f"host{host}").mkdir()
+            shutil.rmtree(runs.parent / f"host{host}")
+            (runs.parent / f"host{host}").mkdir()
     dist.barrier()
 
 
@@ -86,10 +88,7 @@ def resumed(runs: Path, name: str, expected: dict[str, Tensor], mesh: object = N
 
 @FACTS
 def every_host_that_is_lost_gets_its_part_from_the_next() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(EACH, root):
-        first = training()
+    with on_hosts(EACH) as (runs, first):
         first.train(1)
         first.save(runs / "step_1")
         first.train(2)
@@ -103,7 +102,7 @@ def every_host_that_is_lost_gets_its_part_from_the_next() -> None:
         mine = DESCRIBED | files(rank, (rank - 1) % 4)
         assert held(runs) == {"step_2": mine, "step_3": mine}
         for lost in ((0,), (1,), (2, 0)):
-            replace_host(root, *lost)
+            replace_host(runs, *lost)
             found = resumed(runs, "step_3", expected)
             first.save(runs / "step_2", memory=True, overwrite=True)  # two hosts have each part again
             found.save(runs / "step_3", memory=True, overwrite=True)
@@ -113,10 +112,7 @@ def every_host_that_is_lost_gets_its_part_from_the_next() -> None:
 
 @FACTS
 def where_parts_are_lost_all_ranks_load_what_is_older() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(EACH, root):
-        first = training()
+    with on_hosts(EACH) as (runs, first):
         advance(first, 1)
         first.save(runs / "step_1")
         on_disk = first.values()
@@ -130,7 +126,7 @@ def where_parts_are_lost_all_ranks_load_what_is_older() -> None:
             shutil.rmtree(place_of(runs) / "step_3")
         dist.barrier()
         resumed(runs, "step_2", before)
-        replace_host(root, 2, 3)
+        replace_host(runs, 2, 3)
         found = resumed(runs, "step_1", on_disk)
         found.save(runs / "step_2", memory=True)
         assert list(held(runs)) == ["step_2"], "what nobody can load is removed"
@@ -144,10 +140,7 @@ def where_parts_are_lost_all_ranks_load_what_is_older() -> None:
 
 @FACTS
 def a_save_to_disk_that_ends_later_is_not_newer() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         advance(first, 1)
         pending = first.save(runs / "step_1", asynchronous=True)
         first.save(runs / "step_2", memory=True, asynchronous=True).result()
@@ -158,10 +151,7 @@ def a_save_to_disk_that_ends_later_is_not_newer() -> None:
 
 @FACTS
 def what_belongs_to_a_folder_that_was_removed_is_not_found() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         first.save(runs / "step_1", memory=True)
         assert latest(runs, first.model) == place_of(runs) / "step_1" and runs.is_dir()
         dist.barrier()
@@ -175,10 +165,7 @@ def what_belongs_to_a_folder_that_was_removed_is_not_found() -> None:
 @FACTS
 def names_of_another_series_stay() -> None:
     """As of the stages of a pipeline that save to one folder."""
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         for step in range(3):
             first.save(runs / f"a_{step}", memory=True)
             first.save(runs / f"b_{step}", memory=True)
@@ -191,16 +178,13 @@ def names_of_another_series_stay() -> None:
 @FACTS
 def replicas_are_lost_together() -> None:
     """A shard is written by one of its replicas, and copied to the next host as any other."""
-    root = shared_folder()
-    runs = root / "runs"
     mesh = init_device_mesh("cpu", (2, 2))
-    with on_hosts(PAIRS, root):
-        first = training(mesh)
+    with on_hosts(PAIRS, mesh) as (runs, first):
         advance(first, 1)
         first.save(runs / "step_1", memory=True)
         expected = first.values()
         for lost in (0, 1):
-            replace_host(root, lost)
+            replace_host(runs, lost)
             found = resumed(runs, "step_1", expected, mesh)
             found.save(runs / "step_1", memory=True, overwrite=True)
 
@@ -218,10 +202,7 @@ def flip_a_bit_of_each_entry(file: Path) -> None:
 
 @FACTS
 def a_damaged_file_is_taken_from_the_other_host() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         advance(first, 1)
         first.save(runs / "step_1", memory=True)
         place = place_of(runs) / "step_1"
@@ -239,10 +220,7 @@ def a_damaged_file_is_taken_from_the_other_host() -> None:
 
 @FACTS
 def a_file_that_is_damaged_on_both_hosts_is_an_error() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         advance(first, 1)
         first.save(runs / "step_1", memory=True)
         dist.barrier()
@@ -258,32 +236,26 @@ def a_file_that_is_damaged_on_both_hosts_is_an_error() -> None:
 
 @FACTS
 def a_checkpoint_that_was_replaced_on_one_host_only_is_not_mixed() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         advance(first, 1)
         first.save(runs / "step_1", memory=True)
         place = place_of(runs)
         dist.barrier()
         if dist.get_rank() == 2:
-            shutil.copytree(place / "step_1", root / "kept")
+            shutil.copytree(place / "step_1", runs.parent / "kept")
         advance(first, 2)
         first.save(runs / "step_1", memory=True, overwrite=True)
         dist.barrier()
         if dist.get_rank() == 2:  # as if its ranks had been killed before they renamed the new one
             shutil.rmtree(place / "step_1")
-            shutil.move(root / "kept", place / "step_1")
+            shutil.move(runs.parent / "kept", place / "step_1")
         dist.barrier()
         resumed(runs, "step_1", first.values())
 
 
 @FACTS
 def what_is_in_memory_is_the_users() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         first.save(runs / "step_0", memory=True)
         place = place_of(runs)
         for path in (place.parent, place, *place.rglob("*")):
@@ -297,10 +269,7 @@ def what_is_in_memory_is_the_users() -> None:
 
 @FACTS
 def bad_input_is_one_error_on_all_ranks() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         with pytest.raises(TypeError, match=r"memory must be True, .* got 'ram'"):
             save(runs / "step_1", first.model, memory="ram")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="keep=3: memory=True keeps the last two of a series"):
@@ -318,17 +287,14 @@ def bad_input_is_one_error_on_all_ranks() -> None:
         assert path is not None
         with pytest.raises(CheckpointError, match=r"size mismatch|Missing key|Unexpected key"):
             Training(compiled()).load(path)
-        replace_host(root, 0, 1)
+        replace_host(runs, 0, 1)
         with pytest.raises(CheckpointError, match=r"step_1 is in the memory of no hosts in full; load what latest"):
             first.load(path)
 
 
 @FACTS
 def an_error_in_the_background_is_told() -> None:
-    root = shared_folder()
-    runs = root / "runs"
-    with on_hosts(PAIRS, root):
-        first = training()
+    with on_hosts(PAIRS) as (runs, first):
         first.save(runs / "step_1", memory=True)
         reserved = exchange.reserved
 
