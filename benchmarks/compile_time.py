@@ -17,9 +17,9 @@ and our report: Inductor (code generation, C++ or Triton compilation, loading), 
 tracing, which is what else torch.compile does (Dynamo, AOTAutograd, partitioning). Losses of two steps are compared
 with plain PyTorch's; a run in which one differs fails (exit code 1).
 
-``--starts``: *warm* is the same again, with the caches that the cold start has left; *precompiled* is ours with the
-programs that ``graph_fsdp.precompile`` has made, and nothing else in the caches. A precompiled start is compared with
-the other's cold one.
+``--starts``: *warm* is the same again, with the caches that the cold start has left; *precompiled* is ours with what
+``graph_fsdp.precompile`` has made, programs and kernels, and nothing else in the caches. A precompiled start is
+compared with the other's cold one.
 
 What it does not show: recompilations, imports, and the making of the model. It cannot run under torchrun, because it
 starts its ranks anew for each measurement.

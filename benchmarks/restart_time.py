@@ -11,8 +11,8 @@ The clock runs from the first kill until the slowest rank has done its next step
 bits that it had before.
 
 What the replaced host's cache has: *kept*: what a first start has left on the other host, programs and kernels, as it
-is where hosts share a cache, or an image has one; *precompiled*: the programs that ``graph_fsdp.precompile`` has made,
-without kernels; *cold*: nothing but Inductor's toolchain. Nobody has written a checkpoint to disk.
+is where hosts share a cache, or an image has one; *precompiled*: what ``graph_fsdp.precompile`` has made, programs and
+kernels of forward and backward; *cold*: nothing but Inductor's toolchain. Nobody has written a checkpoint to disk.
 
 What it does not show: a scheduler that finds a new host, and agents that start. It cannot run under torchrun.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from conftest import fake_process_group
 from models import MLP, WIDTH
 from programs import DEPTH, ROWS, Custom, Started, WithBuffer, start
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -265,6 +267,45 @@ def test_precompiled_programs_are_found(folder: Path) -> None:
             assert all(map(torch.equal, ahead.gradients, whole.gradients))
 
 
+def kernels_found() -> Counter[str]:
+    """How often Inductor's cache had the kernels of a region, and had not, since this was called before."""
+    counted = {name: counters["inductor"].pop(f"fxgraph_cache_{name}", 0) for name in ("hit", "miss")}
+    return Counter(counted)
+
+
+def test_precompiled_kernels_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    batch = (torch.ones(ROWS, WIDTH),)
+
+    def ahead(folder: str, **options: Any) -> None:
+        graph_fsdp.precompile(
+            lambda: MLP(DEPTH),
+            batch,
+            mesh_shape=(8,),
+            path=tmp_path / folder,
+            device="cpu",
+            backend="inductor",
+            **options,
+        )
+
+    kernels_found()
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
+        ahead("programs", kernels=False)
+        assert not kernels_found().total()
+        ahead("programs")
+        made = kernels_found()
+        assert made["miss"] and not made["hit"]
+        with fake_process_group():
+            found = start(tmp_path / "programs", backend="inductor")
+        assert found.found and kernels_found() == Counter(hit=made["miss"])
+    with caplog.at_level(logging.INFO, "graph_fsdp"):
+        ahead("whole", regions="whole")
+    assert not kernels_found().total()
+    assert "compiled whole have their kernels built at the first start" in caplog.text
+
+
 def test_precompile_says_what_it_cannot_keep(folder: Path) -> None:
     batch = (torch.ones(ROWS, WIDTH),)
     with pytest.raises(UnsupportedError, match="cannot be kept: it depends on the operator graph_fsdp_tests"):
@@ -275,6 +316,8 @@ def test_precompile_says_what_it_cannot_keep(folder: Path) -> None:
         graph_fsdp.precompile(MLP, batch[0], mesh_shape=(8,), path=folder)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="path must be that of a folder"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="kernels must be True, to build them, or False, got 'cpu'"):
+        graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder, kernels="cpu")  # type: ignore[arg-type]
     (folder.parent / "file").write_text("")
     with pytest.raises(ValueError, match=r"path='.*file': there can be no folder of programs"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder.parent / "file")

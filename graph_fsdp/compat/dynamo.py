@@ -142,6 +142,11 @@ def current_fake_mode() -> FakeTensorMode:
     return mode
 
 
+def tracing_in(mode: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
+    """Compile under this fake mode what a capture that has ended left."""
+    return tracing(TracingContext(mode))
+
+
 def forward_outputs() -> tuple[list[int], list[bool]]:
     """Describe the outputs of the graph that AOTAutograd has just traced, which do not alias its inputs: which inputs
     are written, whose new values come first; and for each of the user's outputs, which follow, whether backward is

@@ -23,15 +23,16 @@ def precompile(
     path: str | PathLike[str],
     parallelize: Parallelize | None = None,
     device: str | torch.device | None = None,
+    kernels: bool = True,
     **compile_options: Any,
 ) -> None:
     """Keep the programs of a model for ranks that are not there: a start with ``compile(..., programs=path)`` finds
-    them, and neither differentiates nor partitions the model nor runs passes on it.
+    them, and neither differentiates nor partitions the model nor runs passes on it, nor builds kernels.
 
     Allocates no parameter, shard or activation. Under ``torch.no_grad()`` it keeps those of evaluation. Each shape of
-    inputs has programs of its own. Kernels are not among them: Inductor builds those of a region once, at the first
-    start, and keeps them in its cache. The start must have the same versions of torch and of this package, the same
-    kind of device and the same options, or it compiles as ever and its log says what differs.
+    inputs has programs of its own. Kernels go into Inductor's cache (``TORCHINDUCTOR_CACHE_DIR``), which the start has
+    to share. The start must have the same versions of torch and of this package, the same kind of device and the same
+    options, or it compiles as ever and its log says what differs.
 
     Args:
         model_fn: builds the model. Called under ``torch.device("meta")``, so that it allocates nothing.
@@ -41,6 +42,7 @@ def precompile(
         path: of the folder of programs; made where there is none.
         parallelize: divides the model over other dimensions, as of :func:`graph_fsdp.planning.trace`.
         device: that the programs are for. A GPU's need a GPU of its kind on this machine.
+        kernels: False leaves them to the first start, as where graphs are compiled whole (``regions="whole"``).
         compile_options: of :func:`graph_fsdp.compile`, as the start passes them.
 
     Raises:
@@ -54,6 +56,8 @@ def precompile(
         )
     if not isinstance(path, (str, PathLike)):
         raise TypeError(f"path must be that of a folder, got {path!r}")
+    if not isinstance(kernels, bool):
+        raise TypeError(f"kernels must be True, to build them, or False, got {kernels!r}")
     if "programs" in compile_options:
         raise TypeError("programs: precompile keeps them in path; leave programs out")
     try:
@@ -62,7 +66,7 @@ def precompile(
         raise ValueError(
             f"path={str(path)!r}: there can be no folder of programs: {error.strerror or error}"
         ) from error
-    trace(
+    traced = trace(
         model_fn,
         inputs,
         mesh_shape=mesh_shape,
@@ -71,3 +75,5 @@ def precompile(
         programs=path,
         **compile_options,
     )
+    if kernels:
+        traced.build_kernels()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,14 @@ from graph_fsdp.api import compile
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.mesh import shapes_of_groups
 from graph_fsdp.passes import Graph, PassContext, memory_profile
+from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.pipeline import PassesHaveRun
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count
 from graph_fsdp.report.report import GraphReport, inspect
+from graph_fsdp.runtime import RegionCache
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Traced:
 
     ``finalization``: what reduces the gradients that backwards have kept, and its context; None where each backward
     reduces, or nothing is to be reduced. ``whole``: whether parameters were whole before the forward began.
+    ``regions``: of the engine that has traced them; None where graphs are compiled whole.
     """
 
     graphs: Mapping[Phase, Graph]
@@ -45,6 +51,16 @@ class Traced:
     report: GraphReport
     finalization: tuple[Graph, PassContext] | None = None
     whole: bool = False
+    regions: RegionCache | None = None
+
+    def build_kernels(self) -> None:
+        """Compile the regions of the graphs as a start does, which leaves them in the backend's cache on disk."""
+        if self.regions is None:
+            log.info("graphs that are compiled whole have their kernels built at the first start")
+            return
+        graphs = list(self.graphs.values())
+        with compat.tracing_in(fake_mode_of(graphs[0].fx_graph.nodes)):
+            self.regions.prepare(graphs)
 
     @property
     def forward(self) -> Graph:
@@ -135,7 +151,8 @@ def trace(
             for phase, graph in graphs.items():
                 report.graphs[-1].views[phase].memory = memory_profile(graph, end.context)
             last = _finalization(model) if finalization else None
-            return Traced(graphs, end.context, report, last, bool(engine.unsharded.units))
+            regions = None if engine.whole else engine.regions
+            return Traced(graphs, end.context, report, last, bool(engine.unsharded.units), regions)
     raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
 
 
