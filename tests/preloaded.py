@@ -90,10 +90,10 @@ class Preloaded:
         """Whether a fork with this environment is as a process that had it from its start; and there are forks."""
         names = {*self.environment, *environment} - READ_LATER
         alike = all(self.environment.get(name) == environment.get(name) for name in names)
-        return alike and self._forks and self._process.poll() is None
+        return alike and self.forks and self._process.poll() is None
 
     @functools.cached_property
-    def _forks(self) -> bool:
+    def forks(self) -> bool:
         """Whether it came so far as to fork: it ends where imports have started threads, which a fork would lack."""
         try:
             return self._ask(["ready"], []) is not None

@@ -255,8 +255,9 @@ def test_nothing_outlives_an_interrupted_pytest(tmp_path: Path) -> None:
     environment = {**os.environ, "STARTED": str(started), "TMPDIR": str(temporary), "PYTHONPATH": str(here)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", suite, suite]
     run = subprocess.Popen(command, cwd=suite, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    expected = 4 if launch.preloaded_of(0).forks else 3  # the worker, its child, the rank and what forked it
     try:
-        while len(pids(started)) < 4:  # the worker, its child, the rank and what forked it
+        while len(pids(started)) < expected:
             assert run.poll() is None
             time.sleep(0.05)
     finally:
@@ -310,4 +311,6 @@ def test_ranks_are_forks_though_libraries_set_variables(monkeypatch: pytest.Monk
         monkeypatch.delenv(name)
     for name in launch.SET_BY_LIBRARIES:
         monkeypatch.setenv(name, "1")
+    if not launch.preloaded_of(0).forks:
+        pytest.skip("imports of this torch start threads, which forks would lack")
     assert all("preloaded.py" in line for line in run_ranks(command, 2))

@@ -8,10 +8,12 @@ import networkx
 import pytest
 import torch
 from models import GPT
+from torch._functorch import partitioners
 
 import graph_fsdp
 
 
+@pytest.mark.skipif(hasattr(partitioners, "minimum_cut"), reason="this torch has a minimum cut of its own")
 @pytest.mark.usefixtures("fake_group")
 def test_the_minimum_cut_is_that_of_preflow_push(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0

@@ -95,7 +95,7 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
 def quick_minimum_cuts() -> Iterator[None]:
     """Let the partitioner find its minimum cut by Boykov and Kolmogorov's algorithm (PAMI 26, 2004). It finds the cut
     of preflow-push, networkx's default, in a part of the time: the nodes from which the sink can be reached do not
-    depend on which maximum flow was found."""
+    depend on which maximum flow was found. torch 2.15 has a cut of its own."""
     import networkx
 
     cut = functools.partial(networkx.minimum_cut, flow_func=networkx.algorithms.flow.boykov_kolmogorov)
