@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -28,11 +27,17 @@ FACTS = Facts(__name__)
 
 
 @contextmanager
-def told() -> Iterator[list[str]]:
-    """What this rank says in the log."""
+def told(expected: str = "") -> Iterator[list[str]]:
+    """What this rank says in the log, of those lines that have a text; the first is told to who waits for it."""
     lines: list[str] = []
+
+    def note(record: logging.LogRecord) -> None:
+        if expected in record.getMessage():
+            lines.append(record.getMessage())
+            compat.default_store().set(expected, "")
+
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = note  # type: ignore[method-assign]
     logger = logging.getLogger("graph_fsdp.runtime")
     logger.addHandler(handler)
     try:
@@ -63,30 +68,29 @@ def evaluate(model: nn.Module, batches: int) -> None:
 
 
 def a_rank_with_fewer_batches_is_missed(model: nn.Module) -> None:
+    missed = "in wait for gather of bucket blocks.0 of the inference graph of model"
     evaluate(model, 6)
-    with told() as lines:
-        if rank() == 0:
-            evaluate(model, 2)
-        else:
-            evaluate(model, 1)
-            after("told")  # as if it went on with something else
-            evaluate(model, 1)
     if rank() == 0:
+        with told(missed) as lines:
+            evaluate(model, 2)
         (line,) = lines
-        assert "in wait for gather of bucket blocks.0 of the inference graph of model" in line
         assert "where ranks [1] have not come (rank 1: its process" in line
+    else:
+        evaluate(model, 1)
+        after(missed)  # as if it went on with something else
+        evaluate(model, 1)
     evaluate(model, 1)
 
 
 def a_rank_that_does_not_come_to_compile_is_missed(model: nn.Module) -> None:
-    with told() as lines:
-        if rank() == 1:
-            after("told")
-        evaluate(model, 1)
+    missed = "the wait for others to compile with it, where ranks [1] have not"
     if rank() == 0:
-        assert [line for line in lines if "the wait for others to compile" in line and "ranks [1] have not" in line], (
-            lines
-        )
+        with told(missed) as lines:
+            evaluate(model, 1)
+        assert lines
+    else:
+        after(missed)
+        evaluate(model, 1)
 
 
 def an_interrupted_rank_says_where(model: nn.Module) -> None:
@@ -98,11 +102,10 @@ def an_interrupted_rank_says_where(model: nn.Module) -> None:
     source = graph_fsdp.inspect(model).backward.program
     assert source.index("reduce_start") < source.index("frame.wait"), "a reduction is under way"
     threading.Thread(target=interrupt_in, args=(finish,), daemon=True).start()
-    with told() as lines:
+    with told("interrupted") as lines:
         error = caught(loss.backward)
     assert type(error) is KeyboardInterrupt
-    compat.default_store().set("interrupted", "")
-    (line,) = [line for line in lines if "interrupted" in line]
+    (line,) = lines
     assert line.startswith(
         "rank 0 was interrupted in wait for gather of bucket blocks.2 of the backward graph of model"
     )
@@ -119,19 +122,7 @@ TOGETHER = (
 def long_waits_are_told() -> None:
     for function in rounds(*TOGETHER):  # type: ignore[arg-type]
         failure.TELL_AFTER_SECONDS = 1.0
-        _tell_the_store()
         function(warm(compiled()))  # type: ignore[call-arg]
-
-
-def _tell_the_store() -> None:
-    """For the rank that is missed."""
-    tell = failure.log.warning
-
-    def warning(*args: Any) -> None:
-        tell(*args)
-        compat.default_store().set("told", "")
-
-    failure.log.warning = warning  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
