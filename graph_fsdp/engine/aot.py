@@ -81,7 +81,8 @@ class AotTrace:
         begin = time.perf_counter()
         budget = joint_graph.activation_memory_budget
         saved = compat.activation_memory_budget(budget)
-        with saved, compat.random_states_only_where(draws), compat.quick_minimum_cuts():
+        quick = compat.quick_minimum_cuts(), compat.graphs_without_code()
+        with saved, compat.random_states_only_where(draws), quick[0], quick[1]:
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
             )
