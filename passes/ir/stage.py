@@ -41,7 +41,7 @@ class Snapshot:
 
     def __init__(self, graph: fx.Graph, before: Snapshot | None = None) -> None:
         known = {entry[0]: entry for entry in before._nodes} if before is not None else {}
-        self._nodes = [_entry(node, known.get(node)) for node in graph.nodes]
+        self._nodes: list[_Entry] = [_entry(node, known.get(node)) for node in graph.nodes]
 
     def __len__(self) -> int:
         return len(self._nodes)
