@@ -153,8 +153,8 @@ class Graph:
 
     def with_role(self, *roles: Role) -> list[fx.Node]:
         """Return the nodes of these roles, in graph order."""
-        records = ((node, node.meta.get(dialect.RECORD)) for node in self.fx_graph.nodes)
-        return [node for node, record in records if record is not None and record.role in roles]
+        nodes, key = self.fx_graph.nodes, dialect.RECORD
+        return [node for node in nodes if (record := node.meta.get(key)) is not None and record.role in roles]
 
     @property
     def starts(self) -> list[fx.Node]:
