@@ -37,7 +37,7 @@ def test_the_minimum_cut_of_a_joint_graph_is_that_of_preflow_push(monkeypatch: p
 @pytest.mark.parametrize("seed", range(200))
 def test_the_minimum_cut_of_a_random_graph_is_that_of_preflow_push(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
-    monkeypatch.setattr(minimum_cut, "_ENOUGH", draw.choice((1, 4, 500)))
+    monkeypatch.setattr(minimum_cut, "ENOUGH", draw.choice((1, 4, 500)))
     nodes = ["source", *range(draw.randint(1, 12)), "sink"]
     graph = networkx.DiGraph()
     graph.add_nodes_from(nodes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx
 
-_ENOUGH = 500  # nodes
+ENOUGH = 500  # nodes
 
 _Adjacency = Mapping[Any, Mapping[Any, Mapping[str, Any]]]
 
@@ -64,7 +64,7 @@ def _pieces(graph: Any) -> Iterator[list[Any]]:
     piece: list[Any] = []
     for connected in networkx.weakly_connected_components(graph):
         piece += connected
-        if len(piece) >= _ENOUGH:
+        if len(piece) >= ENOUGH:
             yield piece
             piece = []
     if piece:

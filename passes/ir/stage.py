@@ -40,17 +40,17 @@ class Snapshot:
     """
 
     def __init__(self, graph: fx.Graph, before: Snapshot | None = None) -> None:
-        known = {entry[0]: entry for entry in before._nodes} if before is not None else {}
-        self._nodes: list[_Entry] = [_entry(node, known.get(node)) for node in graph.nodes]
+        known = {entry[0]: entry for entry in before.entries} if before is not None else {}
+        self.entries: list[_Entry] = [_entry(node, known.get(node)) for node in graph.nodes]
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self.entries)
 
     def copy(self) -> fx.Graph:
         """Make a graph of its own, with equal names and metadata and without Dynamo's annotations of inputs' types."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        for node, op, target, args, kwargs, name, meta in self._nodes:
+        for node, op, target, args, kwargs, name, meta in self.entries:
             copied: Any = fx.map_arg((args, kwargs), copies.__getitem__)
             copies[node] = graph.create_node(op, target, copied[0], copied[1], name)
             copies[node].meta = meta.copy()
