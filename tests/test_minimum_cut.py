@@ -12,7 +12,7 @@ import torch
 from models import GPT
 
 import graph_fsdp
-from graph_fsdp.compat import minimum_cut
+from graph_fsdp.compat import minimum_cut, release
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -30,7 +30,7 @@ def test_the_minimum_cut_of_a_joint_graph_is_that_of_preflow_push(monkeypatch: p
     monkeypatch.setattr(minimum_cut, "minimum_cut", cut)
     model = graph_fsdp.compile(GPT(depth=3), backend="eager")
     model(torch.ones(2, 8, dtype=torch.int64)).sum().backward()
-    assert compared == 1
+    assert compared == int(release(torch.__version__) < (2, 15))  # whose partitioner has an algorithm of its own
     assert networkx.minimum_cut is whole
 
 
