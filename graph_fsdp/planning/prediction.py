@@ -15,6 +15,7 @@ from graph_fsdp.compat import pytree
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
+from graph_fsdp.passes.pipeline import collector_paused
 from graph_fsdp.planning.allocator import Reserved, Step, planned_step, replay
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.tracing import Traced, find_dimensions, trace
@@ -207,6 +208,7 @@ class Plan(GraphReport):
         return "\n".join(lines)
 
 
+@collector_paused()
 def plan(
     model_fn: Callable[[], nn.Module],
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
