@@ -78,6 +78,23 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def garbage_collected() -> Iterator[None]:
+    """Collect in the end what was made in between and is no longer held, without a walk over what was there before.
+
+    A graph refers to its nodes and they to it, so that only the collector frees one; where it is paused, graphs on the
+    way to others would stay, each as large as the model's."""
+    if something_is_frozen():  # by the user, which is to stay so
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+
+
 class PassPipeline:
     """A pipeline is an ordered list of passes. Edits return a new pipeline and are checked at once (PipelineError)."""
 
@@ -204,10 +221,11 @@ def add_stage(
     graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None, text: str | None = None
 ) -> Stage:
     begin = time.perf_counter()
-    snapshot = Snapshot(graph.fx_graph)
+    stages = context.stages[graph.phase]
+    snapshot = Snapshot(graph.fx_graph, stages[next(reversed(stages))].snapshot if stages else None)
     taken = time.perf_counter() - begin
     stage = Stage(name, graph.phase, snapshot, graph.module, seconds, summary, snapshot_seconds=taken, text=text)
-    context.stages[graph.phase][name] = stage
+    stages[name] = stage
     stage.log()
     return stage
 

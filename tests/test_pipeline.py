@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, fx, nn
 import graph_fsdp
 from graph_fsdp.passes import Free, Graph, GraphPass, PassContext, PassPipeline, PipelineError, Role, default_pipeline
 from graph_fsdp.passes import pipeline as pipelines
-from graph_fsdp.passes.pipeline import collector_paused
+from graph_fsdp.passes.pipeline import collector_paused, garbage_collected
 
 
 class Nothing(GraphPass):
@@ -378,3 +379,16 @@ def test_frozen_objects_are_counted_until_there_are_some(
         with collector_paused():
             pass
         assert len(counts) == left
+
+
+def test_graphs_on_the_way_to_others_are_freed_while_the_collector_pauses(nothing_seen_frozen: None) -> None:
+    with collector_paused():
+        before = fx.Graph()
+        seen = [weakref.ref(before), None]
+        with garbage_collected():
+            del before
+            graph = fx.Graph()
+            graph.output(graph.placeholder("x"))
+            seen[1] = weakref.ref(graph)
+            del graph
+        assert seen[1]() is None and gc.get_freeze_count() == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -81,6 +83,7 @@ def _run(chosen: argparse.Namespace) -> None:
     for name in ("report", "trace"):
         if getattr(chosen, name):  # before the minutes that a large model takes
             check_writable(getattr(chosen, name))
+    atexit.register(gc.freeze)  # Python's last collection would walk all that is left of the graphs, to free it
     made = _made(chosen)
     print(json.dumps(made.summary(), indent=1) if chosen.json else made)
     if chosen.report:

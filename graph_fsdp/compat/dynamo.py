@@ -93,13 +93,21 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_minimum_cuts() -> Iterator[None]:
-    """Let the partitioner find its minimum cut by Boykov and Kolmogorov's algorithm (PAMI 26, 2004). It finds the cut
-    of preflow-push, networkx's default, in a part of the time: the nodes from which the sink can be reached do not
-    depend on which maximum flow was found. torch 2.15 has a cut of its own."""
+    """Let the partitioner find its minimum cut by ``minimum_cut.py``. Its import of networkx is its own, and
+    late. torch 2.15 has a cut of its own."""
     import networkx
 
-    cut = functools.partial(networkx.minimum_cut, flow_func=networkx.algorithms.flow.boykov_kolmogorov)
-    with unittest.mock.patch.object(networkx, "minimum_cut", cut):
+    from graph_fsdp.compat.minimum_cut import minimum_cut
+
+    with unittest.mock.patch.object(networkx, "minimum_cut", minimum_cut):
+        yield
+
+
+@contextlib.contextmanager
+def graphs_without_code() -> Iterator[None]:
+    """Let graph modules of torch's own class write no code. The partitioner makes some on its way, has each write its
+    code more than once, and runs none of them."""
+    with unittest.mock.patch.object(torch.fx.GraphModule, "recompile", lambda self: None):
         yield
 
 

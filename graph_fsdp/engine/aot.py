@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from graph_fsdp.passes.ir.agreed_order import kind_of
 from graph_fsdp.passes.ir.effects import draws
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
-from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused
+from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused, garbage_collected
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
 from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
 from graph_fsdp.report.report import CapturedGraph
@@ -79,13 +80,8 @@ class AotTrace:
         absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
         kind = self._kind(joint_graph)
         begin = time.perf_counter()
-        budget = joint_graph.activation_memory_budget
-        saved = compat.activation_memory_budget(budget)
-        with saved, compat.random_states_only_where(draws), compat.quick_minimum_cuts():
-            forward, backward = compat.min_cut_rematerialization_partition(
-                joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
-            )
-        forward, backward = map(compat.writes_code_when_asked, (forward, backward))
+        with garbage_collected():
+            forward, backward = self._partitioned(joint_graph, joint_inputs, num_fwd_outputs, options)
         graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
         graphs[1].absent = absent
         save_as_they_were(graphs[0], num_fwd_outputs)
@@ -93,6 +89,22 @@ class AotTrace:
             add_stage(graph, context, "partition", time.perf_counter() - begin)
         self._run_passes(graphs, kind)
         return forward, backward
+
+    def _partitioned(
+        self, joint: Graph, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Divide a joint graph, which stays, but for what nothing reads."""
+        module, graph = joint.module, joint.fx_graph
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compat.activation_memory_budget(joint.activation_memory_budget))
+            stack.enter_context(compat.random_states_only_where(draws))
+            stack.enter_context(compat.quick_minimum_cuts())
+            stack.enter_context(compat.graphs_without_code())
+            forward, backward = compat.min_cut_rematerialization_partition(
+                module, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+            )
+            module.graph = graph  # the partitioner has given it a copy without common subexpressions
+            return compat.writes_code_when_asked(forward), compat.writes_code_when_asked(backward)
 
     def compile_forward(self, forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         # Compiles backward's regions too, so that ranks divide all regions at once.

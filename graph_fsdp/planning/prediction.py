@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from graph_fsdp.compat import pytree
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
-from graph_fsdp.passes.analysis.kernels import graph_work
+from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
+from graph_fsdp.passes.pipeline import collector_paused
 from graph_fsdp.planning.allocator import Reserved, Step, planned_step, replay
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.tracing import Traced, find_dimensions, trace
@@ -116,12 +117,12 @@ class Plan(GraphReport):
         theirs."""
         return None if self.tokens is None else self.tokens / self.dimensions.tp / self.step_seconds
 
-    @property
+    @functools.cached_property
     def model_flops(self) -> int:
         """Return the FLOPs of the model's matrix multiplications in a step: those of forward, three times in training.
         What backward recomputes does not count."""
         times = _GRADIENT_PASSES if "forward" in self.traced.graphs else 1
-        return times * sum(work.flops for work in graph_work(self.traced.forward, fused=True).values())
+        return times * sum(node_flops(node) for node in self.traced.forward.nodes if kind_of(node) is Kind.KERNEL)
 
     @property
     def mfu(self) -> float:
@@ -207,6 +208,7 @@ class Plan(GraphReport):
         return "\n".join(lines)
 
 
+@collector_paused()
 def plan(
     model_fn: Callable[[], nn.Module],
     example_inputs: tuple[Any, ...] | Mapping[str, Any],

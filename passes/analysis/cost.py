@@ -157,10 +157,16 @@ class CostModel:
         a collective has the seconds of the copies that it sends, and the wait those of unpacking, where they overlap. A
         collective of the model's own, which is waited for at once, has its seconds.
         """
-        work = graph_work(graph, fused=self.fused)
-        seconds = {node: self._compute_seconds(node, each) + self._packing_seconds(node) for node, each in work.items()}
-        own = ((node, self.model_collective_seconds(node)) for node in work)
-        return seconds | {node: taken for node, taken in own if taken is not None}
+        seconds: dict[fx.Node, float] = {}
+        for node, work in graph_work(graph, fused=self.fused).items():
+            own = self.model_collective_seconds(node)
+            if own is not None:
+                seconds[node] = own
+            elif work.kind is Kind.FREE:
+                seconds[node] = self._packing_seconds(node)
+            else:
+                seconds[node] = self._compute_seconds(node, work)
+        return seconds
 
     def _packing_seconds(self, node: fx.Node) -> float:
         waits = node.target in dialect.WAITS
@@ -171,8 +177,6 @@ class CostModel:
         return self._traffic_seconds(nbytes) + self.hardware.launch if nbytes else 0.0
 
     def _compute_seconds(self, node: fx.Node, work: Work) -> float:
-        if work.kind is Kind.FREE:
-            return 0.0
         if self.measured.compute and (work.kind is Kind.KERNEL or not self.fused):
             seconds = self.measured.compute.get(op_key(node))
             if seconds is not None:

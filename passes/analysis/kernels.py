@@ -14,6 +14,7 @@ Without fusion (the eager backend) each node that is not free is a kernel.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
@@ -93,7 +94,7 @@ class Kind(enum.Enum):
     KERNEL = "kernel"
 
 
-@dataclass
+@dataclass(slots=True)
 class Work:
     """Says what a node adds to its kernel. FLOPs in ``dtype`` reach the part of the peak that the hardware's field
     ``efficiency`` says, and the part ``executed`` of them runs (half under a causal mask). ``read`` and ``written`` are
@@ -116,28 +117,40 @@ def packet(node: fx.Node) -> Any:
 
 def value_nbytes(value: Any) -> int:
     """Count the bytes of the tensors in a value, symbolic sizes by their hints."""
-    return sum(math.prod(map(compat.size_hint, t.shape)) * t.dtype.itemsize for t in iterate_tensors(value))
+    return sum(_numel(tensor) * tensor.dtype.itemsize for tensor in iterate_tensors(value))
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    numel = tensor.numel()
+    return numel if type(numel) is int else math.prod(map(compat.size_hint, tensor.shape))
 
 
 def kind_of(node: fx.Node) -> Kind:
-    free = (
-        node.op != "call_function"
-        or node.target in dialect.EXECUTED
-        or is_view(node)
-        or node.target is dialect.MODEL_WAIT
-    )
-    operator = packet(node)
-    if free or operator in _ALLOCATIONS or not has_tensor(node):
+    if node.op != "call_function":
         return Kind.FREE
+    known = _kind_of_operator(node.target, len(compat.flop_registry))
+    if known is Kind.FREE or not has_tensor(node) or is_view(node):
+        return Kind.FREE
+    if known is Kind.KERNEL:
+        return Kind.KERNEL
     tensors = iterate_tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)])
-    if operator in FLOP_FORMULAS or operator in _SCATTERS or any(tensor.is_complex() for tensor in tensors):
+    if any(tensor.dtype.is_complex for tensor in tensors):
         return Kind.KERNEL
-    if isinstance(node.target, compat.HigherOrderOperator):
+    constant = known is None and not any(map(has_tensor, node.all_input_nodes))
+    return Kind.FUSIBLE if known is Kind.FUSIBLE or constant else Kind.KERNEL
+
+
+@functools.cache
+def _kind_of_operator(target: Any, formulas: int) -> Kind | None:
+    """Return the kind of all calls of an operator that compute on real tensors and are no views, None where it depends
+    on more; anew when torch has another number of ``formulas``."""
+    operator = getattr(target, "overloadpacket", target)
+    if target in dialect.EXECUTED or target is dialect.MODEL_WAIT or operator in _ALLOCATIONS:
+        return Kind.FREE
+    if operator in FLOP_FORMULAS or operator in _SCATTERS or isinstance(target, compat.HigherOrderOperator):
         return Kind.KERNEL
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or operator in _POINTWISE
-    constant = not any(map(has_tensor, node.all_input_nodes))
-    fusible = pointwise or constant or operator in _REDUCTIONS or operator in _LOOKUPS
-    return Kind.FUSIBLE if fusible else Kind.KERNEL
+    pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or operator in _POINTWISE
+    return Kind.FUSIBLE if pointwise or operator in _REDUCTIONS or operator in _LOOKUPS else None
 
 
 def has_tensor(node: fx.Node) -> bool:
@@ -187,7 +200,7 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
     """Return the work of every node. Linear in the graph."""
     nodes = graph.nodes
     work = {node: Work(kind_of(node)) for node in nodes}
-    roots = _roots(nodes)
+    roots = _roots(work)
     kernels = _fusion_groups(work, roots) if fused else {node: node for node in nodes}
     launched: set[fx.Node] = set()
     used_outside: set[fx.Node] = set()
@@ -229,40 +242,48 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
     return work
 
 
-def _roots(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _roots(work: dict[fx.Node, Work]) -> dict[fx.Node, fx.Node]:
     """Return for each node the one that computed its value, through views and the items of a tuple."""
     roots: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        roots[node] = roots[aliased_inputs(node)[0]] if is_view(node) else node
+    for node, mine in work.items():
+        roots[node] = roots[aliased_inputs(node)[0]] if mine.kind is Kind.FREE and is_view(node) else node
     return roots
 
 
 def _fusion_groups(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Return for each node the one that stands for its kernel."""
-    levels, groups = _levels(work, roots), UnionFind(work)
+    fusible = {node for node, mine in work.items() if mine.kind is Kind.FUSIBLE}
+    levels, groups = _levels(work, roots), UnionFind(node for node in work if node in fusible)
     for node in work:
-        for root in (roots[source] for source in node.all_input_nodes if work[node].kind is Kind.FUSIBLE):
-            if work[root].kind is Kind.FUSIBLE and levels[root] == levels[node]:
+        for source in node.all_input_nodes if node in fusible else ():
+            root = roots[source]
+            if root in fusible and levels[root] == levels[node]:
                 groups.union(root, node)
-    return {node: groups[node] for node in work}
+    return {node: groups[node] if node in fusible else node for node in work}
 
 
 def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
     """Count for each node the kernels before it: of a kernel or a collective, on the longest path to it; of a fusible
     node, as many as its first use allows, since what backward recomputes is computed where it is used."""
-    ends_fusion = {n for n, mine in work.items() if mine.kind is Kind.KERNEL or n.target in dialect.EXECUTED}
     levels: dict[fx.Node, int] = {}
-    for node in work:
-        inputs = {roots[source] for source in node.all_input_nodes}
-        levels[node] = max((levels[root] + (root in ends_fusion) for root in inputs), default=0)
+    behind: dict[fx.Node, int] = {}  # the level of what reads a node
+    ends_fusion: set[fx.Node] = set()
+    for node, mine in work.items():
+        levels[node] = level = max([behind[roots[source]] for source in node.all_input_nodes], default=0)
+        if mine.kind is Kind.KERNEL or (mine.kind is Kind.FREE and node.target in dialect.EXECUTED):
+            ends_fusion.add(node)
+            level += 1
+        behind[node] = level
     latest: dict[fx.Node, int] = {}
     for node in reversed(work):
         fusible = work[node].kind is Kind.FUSIBLE
         if fusible:
             levels[node] = latest.get(node, levels[node])
         if fusible or node in ends_fusion:
-            for root in (roots[source] for source in node.all_input_nodes):
-                latest[root] = min(latest.get(root, levels[node]), levels[node])
+            level = levels[node]
+            for source in node.all_input_nodes:
+                root = roots[source]
+                latest[root] = min(latest.get(root, level), level)
     return levels
 
 

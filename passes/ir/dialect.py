@@ -107,14 +107,17 @@ class NodeRecord:
     landing_slot: int | None = None
 
 
+RECORD = "fsdp"  # the key of a node's metadata under which its record lies
+
+
 def record(node: fx.Node) -> NodeRecord | None:
     """Return the record of a node, None where it is not the dialect's."""
-    return node.meta.get("fsdp")
+    return node.meta.get(RECORD)
 
 
 def has_role(node: fx.Node, *roles: Role) -> bool:
     """Say whether a node has a record of one of these roles."""
-    found = record(node)
+    found = node.meta.get(RECORD)
     return found is not None and found.role in roles
 
 

@@ -39,6 +39,8 @@ def memory_effects(target: Any) -> tuple[_Places, _Places]:
 
 def _nodes_at(node: fx.Node, places: _Places) -> list[fx.Node]:
     found: list[fx.Node] = []
+    if not places:
+        return found
     args = node.args
     for index, name in places:
         value = args[index] if index < len(args) else node.kwargs.get(name)
@@ -51,9 +53,11 @@ def _nodes_at(node: fx.Node, places: _Places) -> list[fx.Node]:
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs whose memory the value may share, by the schema; all of a higher-order operator."""
+    if node.op != "call_function":
+        return []
     if isinstance(node.target, compat.HigherOrderOperator):
         return list(node.all_input_nodes)
-    return _nodes_at(node, memory_effects(node.target)[0]) if node.op == "call_function" else []
+    return _nodes_at(node, memory_effects(node.target)[0])
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
@@ -63,9 +67,12 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 
 def is_view(node: fx.Node) -> bool:
     """Say whether the value is memory of an input, and nothing is computed."""
-    if isinstance(node.target, compat.HigherOrderOperator):
+    if node.op != "call_function":
         return False
-    return bool(aliased_inputs(node)) and (not mutated_inputs(node) or node.target in dialect.WAITS)
+    aliased, mutated = memory_effects(node.target)
+    if not aliased or not _nodes_at(node, aliased) or isinstance(node.target, compat.HigherOrderOperator):
+        return False
+    return not mutated or not _nodes_at(node, mutated) or node.target in dialect.WAITS
 
 
 def is_cheap(node: fx.Node) -> bool:

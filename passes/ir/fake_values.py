@@ -76,6 +76,11 @@ class FakeValues:
         known = self._known.get(key := _key(node))
         return self._run(node, key) if known is None or known.again is None else known.again(node)
 
+    def again(self, node: fx.Node) -> Callable[[fx.Node], torch.Tensor] | None:
+        """Return what makes the value of a call that is equal to this one, None where it has to be run."""
+        known = self._known.get(_key(node))
+        return None if known is None else known.again
+
     def kind_of(self, node: fx.Node) -> Any:
         """Return the kind of what the operator computes, whatever the node's value. Raises what it raises."""
         known = self._known.get(key := _key(node))

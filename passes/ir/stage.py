@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import re
 from dataclasses import dataclass
@@ -34,24 +35,41 @@ import graph_fsdp.api  # registers torch.ops.graph_fsdp
 class Snapshot:
     """Keeps a graph as it is now, and copies it when somebody looks at it: few stages are ever read.
 
-    Arguments need no copy: FX holds them in immutable containers, and an edit of a node gives it new ones.
+    Arguments need no copy: FX holds them in immutable containers, and an edit of a node gives it new ones. Of a node
+    that is as it was in the snapshot ``before``, both hold one entry.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._nodes = [(n, n.op, n.target, n.args, n.kwargs, n.name, n.meta.copy()) for n in graph.nodes]
+    def __init__(self, graph: fx.Graph, before: Snapshot | None = None) -> None:
+        known = {entry[0]: entry for entry in before.entries} if before is not None else {}
+        self.entries: list[_Entry] = [_entry(node, known.get(node)) for node in graph.nodes]
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self.entries)
 
     def copy(self) -> fx.Graph:
         """Make a graph of its own, with equal names and metadata and without Dynamo's annotations of inputs' types."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        for node, op, target, args, kwargs, name, meta in self._nodes:
+        for node, op, target, args, kwargs, name, meta in self.entries:
             copied: Any = fx.map_arg((args, kwargs), copies.__getitem__)
             copies[node] = graph.create_node(op, target, copied[0], copied[1], name)
             copies[node].meta = meta.copy()
         return graph
+
+
+_Entry = tuple[fx.Node, str, Any, tuple[Any, ...], dict[str, Any], str, dict[str, Any]]
+
+
+def _entry(node: fx.Node, before: _Entry | None) -> _Entry:
+    """Describe a node; if it is as it was ``before``, by that very entry."""
+    if before is not None:
+        _, op, target, args, kwargs, name, meta = before
+        now = node.meta
+        same = args is node.args and target is node.target and kwargs is node.kwargs and name == node.name
+        same = same and op == node.op and meta.keys() == now.keys()
+        if same and all(map(operator.is_, meta.values(), map(now.__getitem__, meta))):
+            return before
+    return (node, node.op, node.target, node.args, node.kwargs, node.name, node.meta.copy())
 
 
 @dataclass

@@ -22,18 +22,18 @@ import contextlib
 import logging
 import operator
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 from unittest import mock
 
-import torch
 from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
 from graph_fsdp.passes.ir.operands import argument, operands
+from graph_fsdp.passes.repeat.copies import CopiedValues, Origins, layout
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
 from graph_fsdp.passes.repeat.trace import CALLED, Decompositions, Prepare, Trace, call, repeat, repeat_backward, trace
 
@@ -122,7 +122,11 @@ class _Expansion:
         self.module, self.calls, self.graph = module, calls, fx.Graph()
         self._place_of = {name: index for index, name in enumerate(gathered)}
         self._parameters = [dict(zip(made.segment.parameters, s.parameters, strict=True)) for made, s in calls]
-        self._origins = [_origins(made.segment, segment) for made, segment in calls]
+        traces = {made.index: made for made, _ in calls}
+        self._origins = {n: Origins(made.segment, (*made.forward, *made.backward)) for n, made in traces.items()}
+        self._own_origins = [self._origins[made.index].of(segment) for made, segment in calls]
+        self._values = CopiedValues()
+        self._checked: set[_Place] = set()
         self._same: dict[_Place, _Place] = {}  # an input of a trace → what it is given, a result → the trace's node
         self._copies: dict[_Place, fx.Node] = {}
 
@@ -184,12 +188,14 @@ class _Expansion:
         copy = self.graph.create_node(node.op, target, args, kwargs, name, node.type)
         copy.meta = node.meta.copy()
         self._copies[place] = copy
-        for key, renamed in self._origins[index].items() if index is not None else ():
-            if key in copy.meta:
-                copy.meta[key] = renamed.get(_hashable(copy.meta[key]), copy.meta[key])
+        if index is not None:
+            self._origins[self.calls[index][0].index].rename(node, copy, self._own_origins[index])
         if node.op == "call_function" and (index is not None or self._lies_in_a_copy(node)):
             with contextlib.nullcontext() if copy.all_input_nodes else compat.current_fake_mode():
-                copy.meta["val"] = VALUES.of(copy)
+                if index is not None and self._values.set(node, copy):
+                    return
+                if index is None:
+                    copy.meta["val"] = VALUES.of(copy)
             _check(node, copy, index)
 
     def _copy_of(self, place: _Place) -> fx.Node:
@@ -199,8 +205,9 @@ class _Expansion:
             place = self._same[place]
         if place not in self._copies:
             raise NotRepeatable(f"{node} would be computed behind what reads it", index)
-        if index is not None and place != (index, node):
+        if index is not None and place != (index, node) and (index, node) not in self._checked:
             _check(node, self._copies[place], index)
+            self._checked.add((index, node))
         return self._copies[place]
 
     def _lies_in_a_copy(self, node: fx.Node) -> bool:
@@ -214,25 +221,5 @@ class _Expansion:
 
 
 def _check(original: fx.Node, node: fx.Node, index: int | None) -> None:
-    if _layout(original.meta.get("val")) != _layout(node.meta.get("val")):
+    if layout(original.meta.get("val")) != layout(node.meta.get("val")):
         raise NotRepeatable(f"{node} is not laid out as {original} of the trace", index)
-
-
-def _origins(traced: Segment, segment: Segment) -> dict[str, dict[Hashable, Any]]:
-    """Map, per kind of metadata that says where nodes come from, that of the traced segment to that of this one."""
-    found: dict[str, dict[Hashable, Any]] = {}
-    for key, source in (("stack_trace",) * 2, ("nn_module_stack",) * 2, ("fwd_nn_module_stack", "nn_module_stack")):
-        olds, news = ([node.meta.get(source) for node in s.nodes] for s in (traced, segment))
-        pairs = zip(olds, news, strict=True)
-        found[key] = {_hashable(old): new for old, new in pairs if old is not None and new is not None}
-    return found
-
-
-def _hashable(value: Any) -> Hashable:
-    return tuple(value.items()) if isinstance(value, dict) else value
-
-
-def _layout(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.stride(), value.dtype, value.device)
-    return tuple(map(_layout, value)) if isinstance(value, (tuple, list)) else type(value)

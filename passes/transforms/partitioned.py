@@ -28,12 +28,15 @@ from graph_fsdp.passes.transforms.edits import add_input, add_outputs, first_sav
 def save_as_they_were(forward: Graph, user_outputs: int) -> None:
     """Copy inputs at forward's beginning that it writes to and saves, or saves views of. ``user_outputs``: how many
     outputs are the user's; saved tensors follow."""
-    nodes, roots = forward.nodes, forward.alias_roots()
+    nodes = forward.nodes
+    targets = {target: node for node in nodes for target in mutated_inputs(node)}
+    if not targets:
+        return
+    roots = forward.alias_roots()
 
     def of(found: Iterable[Any]) -> set[fx.Node]:
         return {root for node in found if isinstance(node, fx.Node) for root in roots[node] if root.op == "placeholder"}
 
-    targets = {target: node for node in nodes for target in mutated_inputs(node)}
     outputs = forward.outputs
     written, saved = of(targets), of(outputs[user_outputs:])
     copied = [node for node in forward.placeholders if node in written and node in saved]

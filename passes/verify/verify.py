@@ -15,6 +15,7 @@ from torch import fx
 from graph_fsdp.passes.context import PassContext, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
+from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.fake_values import VALUES, kind
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import argument, arguments, operand
@@ -68,11 +69,12 @@ class Verifier:
         seen: set[fx.Node] = set()
         body = False
         for node in self.graph.fx_graph.nodes:
-            for source in node.all_input_nodes:
-                if source not in seen:
-                    is_wait = source.target in dialect.WAITS
-                    invariant = "a buffer is used after its wait" if is_wait else "the order is topological"
-                    self._fail(invariant, node, f"{node} uses {source} before it exists")
+            sources = node.all_input_nodes
+            if not seen.issuperset(sources):
+                source = next(source for source in sources if source not in seen)
+                is_wait = source.target in dialect.WAITS
+                invariant = "a buffer is used after its wait" if is_wait else "the order is topological"
+                self._fail(invariant, node, f"{node} uses {source} before it exists")
             if node.op == "placeholder" and body:
                 self._fail("inputs come first", node, f"input {node} stands among the operators")
             body |= node.op != "placeholder"
@@ -83,8 +85,8 @@ class Verifier:
         proven: dict[fx.Node, tuple[Any, ...]] = {}
         changed: set[fx.Node] = set()
         for node in self.graph.fx_graph.nodes:
-            signature = _signature(node)
-            edited = not _same(self.proven.get(node), signature)
+            signature = self.proven.get(node)
+            edited = signature is None or not _is_of(signature, node)
             if node.op == "call_function" and (edited or not changed.isdisjoint(node.all_input_nodes)):
                 if "val" not in node.meta:
                     self._fail("every node has a fake value", node, f"{node} has no meta['val']")
@@ -92,6 +94,8 @@ class Verifier:
                     self._value(node)
             if edited:
                 changed.add(node)
+                signature = _signature(node)
+            assert signature is not None
             proven[node] = signature
         self.proven = proven
 
@@ -132,26 +136,29 @@ class Verifier:
     def _buffers(self) -> None:
         """Each buffer is started, waited for and freed once, behind its last use through any alias."""
         freed_due = "freed" in self.graph.facts
-        roots = self.graph.alias_roots()
-        starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.TRANSFER_STARTS}
+        calls = (node for node in self.graph.fx_graph.nodes if node.op == "call_function")
+        starts = dict.fromkeys(node for node in calls if node.target in dialect.TRANSFER_STARTS)
         # A collective that works in place starts on the buffer of another.
-        buffers = {n for n in self.graph.fx_graph.nodes if (n in starts and n in roots[n]) or has_role(n, Role.KEPT)}
+        own = (start for start in starts if not aliased_inputs(start))
+        buffers = dict.fromkeys((*self.graph.with_role(Role.KEPT), *own))
+        uses = self.graph.uses_of(buffers)
         state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
         latest = {buffer: buffer for buffer in buffers}  # the collective that was started last on it
         gathered: dict[str, fx.Node] = {}
         for node in self.graph.fx_graph.nodes:
-            self._layout(node)
-            if node in starts and record(node) is None:
+            is_start, of_dialect = node in starts, record(node) is not None
+            if is_start and not of_dialect:
                 self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
+            if of_dialect:
+                self._layout(node)
             if node in buffers and node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
                 other = gathered.setdefault(node.meta["fsdp"].bucket, node)
                 if other is not node:
                     self._fail("each bucket is gathered once", node, f"{other} gathers the same bucket")
-            for source in node.all_input_nodes:
-                for root in roots[source] & buffers:
-                    state[root] = self._advance(node, root, state[root])
-                    if node in starts and state[root] == "started":
-                        latest[root] = node
+            for root in uses.get(node, ()):
+                state[root] = self._advance(node, root, state[root])
+                if is_start and state[root] == "started":
+                    latest[root] = node
         for buffer, final in state.items():
             if final == "started":
                 late = latest[buffer]
@@ -339,7 +346,10 @@ class Verifier:
         invariant = "each gradient is reduced once over each group"
         over: dict[fx.Node, tuple[str, ...]] = {}
         for node in self.graph.fx_graph.nodes:
-            groups = tuple(dict.fromkeys(group for source in node.all_input_nodes for group in over.get(source, ())))
+            sources = [over[source] for source in node.all_input_nodes if source in over]
+            if not sources and record(node) is None:
+                continue
+            groups = tuple(dict.fromkeys(itertools.chain.from_iterable(sources)))
             if has_role(node, Role.REDUCE_START, Role.REPLICATE_START):
                 groups, due = (*groups, dialect.group_of(node)), self._due(node)
                 if groups != due[: len(groups)]:
@@ -375,8 +385,12 @@ def _signature(node: fx.Node) -> tuple[Any, ...]:
     return (node.target, node.args, node.kwargs, node.meta.get("val"))
 
 
-def _same(before: tuple[Any, ...] | None, now: tuple[Any, ...]) -> bool:
-    return before is not None and before[-1] is now[-1] and before[:-1] == now[:-1]
+def _is_of(signature: tuple[Any, ...], node: fx.Node) -> bool:
+    """Say whether a node is as it was when it had this signature."""
+    target, args, kwargs, value = signature
+    if value is not node.meta.get("val") or target != node.target:
+        return False
+    return bool((args is node.args or args == node.args) and (kwargs is node.kwargs or kwargs == node.kwargs))
 
 
 def _output_values(graph: Graph) -> list[Any]:
