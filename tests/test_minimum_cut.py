@@ -13,7 +13,7 @@ from models import GPT
 from torch._functorch import partitioners
 
 import graph_fsdp
-from graph_fsdp.compat import minimum_cut, release
+from graph_fsdp.compat import minimum_cut
 
 
 @pytest.mark.skipif(hasattr(partitioners, "minimum_cut"), reason="this torch has a minimum cut of its own")
@@ -32,7 +32,7 @@ def test_the_minimum_cut_of_a_joint_graph_is_that_of_preflow_push(monkeypatch: p
     monkeypatch.setattr(minimum_cut, "minimum_cut", cut)
     model = graph_fsdp.compile(GPT(depth=3), backend="eager")
     model(torch.ones(2, 8, dtype=torch.int64)).sum().backward()
-    assert compared == int(release(torch.__version__) < (2, 15))  # whose partitioner has an algorithm of its own
+    assert compared == 1
     assert networkx.minimum_cut is whole
 
 

@@ -93,8 +93,8 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_minimum_cuts() -> Iterator[None]:
-    """Let the partitioner find its minimum cut by ``minimum_cut.py``. Its import of networkx is its own, and
-    late. torch 2.15 has a cut of its own."""
+    """Let the partitioner find its minimum cut by ``minimum_cut.py``. Its import of networkx is its own, and late.
+    torch 2.15 has a cut of its own."""
     import networkx
 
     from graph_fsdp.compat.minimum_cut import minimum_cut
