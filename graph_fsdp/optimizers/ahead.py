@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from graph_fsdp.optimizers.slices import Run, Slices
+from graph_fsdp.optimizers.slices import Run, Slice, Slices
 from graph_fsdp.parameters.shards import Storage
 
 
@@ -28,6 +28,9 @@ class Ahead(Slices):
         self._started: list[tuple[Storage, list[str]]] = []
         for storage, units in self._units:
             storage.updates.gather_ahead(units)
+
+    def joins(self, before: Slice, m: Slice) -> bool:
+        return super().joins(before, m) and (id(before.p) in self._first) is (id(m.p) in self._first)
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         super().step(optimizer, own_step)
