@@ -9,11 +9,12 @@ the virtual device (``benchmarks/virtual``) without numbers. Every kernel takes 
 collectives that share a link run one after the other, in the order in which they were launched, on whichever streams.
 What compilers would fuse costs both sides the same (``virtual/compiled.py``). Nothing here was run on a GPU.
 
-Implementations: ``ours`` is ``graph_fsdp.compile`` with ``default_pipeline(hardware=…)``. FSDP2 is set up as torchtitan
-does it: every block sharded, the embedding by itself, norm and head together and kept for backward; ``fsdp2_compiled``
-compiles each block and the loss, ``fsdp2`` nothing. ``simple_fsdp`` is ``simple_fsdp.py`` under ``torch.compile`` of
-the whole model, which waits for each parameter's collective where it starts it. All gather in bfloat16, reduce in
-float32, and train by fused AdamW.
+Implementations: ``ours`` is ``graph_fsdp.compile`` with ``default_pipeline(hardware=…)``. In ``ours_ahead`` each
+embedding is a unit too, which the optimizer gathers for the next forward (``distribute_optimizer(gather_ahead=…)``).
+FSDP2 is set up as torchtitan does it: every block sharded, the embedding by itself, norm and head together and kept for
+backward; ``fsdp2_compiled`` compiles each block and the loss, ``fsdp2`` nothing. ``simple_fsdp`` is ``simple_fsdp.py``
+under ``torch.compile`` of the whole model, which waits for each parameter's collective where it starts it. All gather
+in bfloat16, reduce in float32, and train by fused AdamW.
 
 Prints a table of each case, and writes ``results/virtual_cluster.json`` or ``--out``. With ``--json`` it prints one
 line of JSON for each case and implementation instead, as soon as it is there, and writes no file but ``--out``.
@@ -68,6 +69,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 RESULTS = Path(__file__).parent / "results" / "virtual_cluster.json"
 WARMUP = 2
 UNDISTURBED = Conditions()
+AHEAD = "ours_ahead"
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,12 @@ def ours(model: nn.Module, mesh: DeviceMesh, hardware: Hardware) -> nn.Module:
     return graph_fsdp.compile(WithLoss(model), mesh, mp_policy=POLICY, passes=default_pipeline(hardware=hardware))
 
 
+def ours_ahead(model: Any, mesh: DeviceMesh, hardware: Hardware) -> nn.Module:
+    blocks, embeddings, _ = model.parts
+    passes, units = default_pipeline(hardware=hardware), [*embeddings, *blocks]
+    return graph_fsdp.compile(WithLoss(model), mesh, mp_policy=POLICY, passes=passes, auto_wrap_policy=units)
+
+
 def fsdp2(model: Any, mesh: DeviceMesh, hardware: Hardware) -> nn.Module:
     blocks, embeddings, head = model.parts
     for module in [*blocks, *embeddings]:
@@ -168,6 +176,7 @@ def simple_fsdp(model: nn.Module, mesh: DeviceMesh, hardware: Hardware) -> nn.Mo
 
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module, DeviceMesh, Hardware], nn.Module]] = {
     "ours": ours,
+    AHEAD: ours_ahead,
     "fsdp2_compiled": fsdp2_compiled,
     "fsdp2": fsdp2,
     "simple_fsdp": simple_fsdp,
@@ -218,8 +227,11 @@ def measure(
     machine = Machine(hardware, host=host, numbers=False, traced=True)
     with machine, virtual_group(ranks, Network(hardware=hardware)), compiled_regions():
         mesh = init_device_mesh("virtual", (ranks,))
-        model = IMPLEMENTATIONS[name](workload.make(), mesh, hardware)
+        whole: Any = workload.make()
+        embeddings, model = len(whole.parts[1]), IMPLEMENTATIONS[name](whole, mesh, hardware)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        if name == AHEAD:
+            graph_fsdp.distribute_optimizer(optimizer, gather_ahead=embeddings)
         tokens = workload.tokens()
         operations = machine.operations
         assert operations is not None

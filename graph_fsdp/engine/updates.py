@@ -1,4 +1,5 @@
-"""``Updates`` has the optimizers that step a model's parameters in backward (``passes/transforms/update.py``)."""
+"""``Updates`` has what optimizers do beside a model's graphs: they step its parameters in backward
+(``passes/transforms/update.py``), and gather those that the next forward reads first."""
 
 from __future__ import annotations
 
@@ -46,6 +47,37 @@ class Updates:
         if not any(isinstance(p, UpdateInBackward) for p in passes):
             free = next(p.name for p in passes if "freed" in p.provides and "backward" in p.runs_in())
             engine.pipeline = engine.pipeline.insert_before(free, UpdateInBackward())
+
+    def units_ahead(self, count: int) -> list[str]:
+        """Return the first units whose parameters are gathered, in the order of the model's parameters. Raises
+        UnsupportedError where no unit of this model can be gathered before a forward."""
+        engine, units = self._engine, self._engine.unsharded
+        reasons = {
+            units.unavailable(): bool(units.unavailable()),
+            "cuda_graphs=True replays what a forward gathers": engine.cuda_graphs is not None,
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise UnsupportedError(f"gather_ahead={count} is not available on this model: {found[0]}; leave it out")
+        return [unit for unit in units.members if unit in units.sharded | units.units][:count]
+
+    def gather_ahead(self, units: Sequence[str]) -> None:
+        """Have forwards begin with these units whole."""
+        self._engine.unsharded.ahead |= frozenset(units)
+
+    def start_ahead(self, units: Sequence[str]) -> list[str]:
+        """Start to gather units, of which an optimizer has stepped all that it steps; return those that it started, and
+        that no block of ``graph_fsdp.unsharded`` holds."""
+        unsharded = self._engine.unsharded
+        free = [unit for unit in units if unit not in unsharded.held]
+        for unit in free:
+            unsharded.reshard(unit)  # a forward without a backward has left it whole, with the values before the step
+            unsharded.start(unit, for_forward=True)
+        return free
+
+    def stepped(self, units: Sequence[str]) -> None:
+        """Take what shards of these units hold now for what is gathered: a step that counts its writes has ended."""
+        for unit in units:
+            self._engine.unsharded.note_versions(unit)
 
     def check_new(self, names: Sequence[str]) -> None:
         """Raise, before a backward, if a parameter that it is to step has another gradient already."""

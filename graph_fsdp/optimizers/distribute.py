@@ -12,6 +12,7 @@ import torch
 from torch import optim
 
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.optimizers.ahead import Ahead
 from graph_fsdp.optimizers.host_state import HostState
 from graph_fsdp.optimizers.in_backward import InBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
@@ -31,6 +32,7 @@ def distribute_optimizer(
     *,
     in_backward: bool = False,
     offload_state: bool = False,
+    gather_ahead: int = 0,
     element_wise: bool | None = None,
     matrix_wise: MatrixRule | None = None,
 ) -> Kind:
@@ -55,6 +57,11 @@ def distribute_optimizer(
             there and back; parameters and gradients stay on the device. For torch's element-wise classes, without
             ``fused``, ``capturable`` and ``differentiable``. Pinned memory of the CPU has as many bytes as this rank's
             shards, twice.
+        gather_ahead: so many units, the first in the order of the model's parameters, are stepped first. ``step()``
+            then starts to gather them for the next forward, and steps the others meanwhile. They stay whole to the end
+            of the next backward, which does not gather them again; their bytes are held until then. If a shard changes
+            between ``step()`` and the forward, on all ranks, the forward gathers it again; writes through ``.data`` are
+            not seen. An evaluation gives them back. For torch's element-wise classes.
         element_wise: True declares that an optimizer of another class treats each element by itself, as Lion does: what
             ``step`` computes of an element depends on that element of the parameter, its gradient and its state, and on
             values of the group or of the whole state, such as a number of steps.
@@ -66,13 +73,15 @@ def distribute_optimizer(
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or ``matrix_wise`` no generator function.
         UnsupportedError: nothing says how it steps, it steps by a method that was set on the object, is distributed
-            already, or needs a whole matrix that several dimensions of a mesh shard; or ``in_backward`` is not
-            available on the model.
+            already, or needs a whole matrix that several dimensions of a mesh shard; or ``in_backward`` or
+            ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
     for flag, value in (("in_backward", in_backward), ("offload_state", offload_state)):
         if not isinstance(value, bool):
             raise TypeError(f"{flag} must be True or False, got {value!r}")
+    if isinstance(gather_ahead, bool) or not isinstance(gather_ahead, int) or gather_ahead < 0:
+        raise ValueError(f"gather_ahead must be a number of units, 0 for none, got {gather_ahead!r}")
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, and is a {type(optimizer).__name__}")
     name = type(optimizer).__name__
@@ -104,12 +113,21 @@ def distribute_optimizer(
         raise UnsupportedError(
             f"offload_state=True is for element-wise optimizers of torch, stepped by step(), and {what}; leave it out"
         )
+    if gather_ahead and (in_backward or offload_state or type(optimizer) not in ELEMENT_WISE):
+        what = "in_backward=True has nothing left to step" if in_backward else f"{name} is none of torch's"
+        what = "offload_state=True steps one run after the other on the CPU" if offload_state else what
+        raise UnsupportedError(
+            f"gather_ahead={gather_ahead} is for element-wise optimizers of torch that step on the device, and {what}; "
+            "leave it out"
+        )
     own_step = _own_step(type(optimizer))
     stepper: Slices | Owners | InBackward
     if in_backward:
         stepper = InBackward(optimizer, own_step)
     elif offload_state:
         stepper = HostState(optimizer)
+    elif gather_ahead:
+        stepper = Ahead(optimizer, gather_ahead)
     else:
         stepper = Slices(optimizer) if rule is None else Owners(optimizer, rule)
     vars(optimizer)["_graph_fsdp_stepper"] = stepper

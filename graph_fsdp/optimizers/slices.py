@@ -232,6 +232,10 @@ class Slices:
         self._runs.update((id(m.p), run) for m in run.members)
         return run
 
+    def joins(self, before: Slice, m: Slice) -> bool:
+        """Say whether two shards may be stepped as one parameter."""
+        return m.touches(before)
+
     def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[Slice]], list[Tensor]]:
         """Return a group's shards in the order in which they lie, large ones alone and small ones with what they touch,
         and its other parameters."""
@@ -241,7 +245,7 @@ class Slices:
             held = [self._slices[id(p)] for p in params if id(p) in self._slices]
             found: list[list[Slice]] = []
             for m in sorted(held, key=lambda m: (m.buffer.data_ptr(), m.begin)):
-                if found and m.touches(found[-1][-1]) and not (fused and m.buffer.is_cpu):
+                if found and self.joins(found[-1][-1], m) and not (fused and m.buffer.is_cpu):
                     found[-1].append(m)
                 else:
                     found.append([m])

@@ -5,10 +5,12 @@
   backward of the model, whatever FSDP2's ``reshard_after_forward`` says.
 - A unit with ``set_reshard_after_backward(False)``: from its next forward with gradients on, over backwards.
 - A unit with ``set_reshard_after_forward(False)``: from its next forward without gradients, to the end of a backward.
+- A unit that an optimizer gathers ahead: from its step, or the next forward with gradients on, to the end of a
+  backward. A forward gives it back first where a shard has changed in between, or gradients are off.
 - What :func:`unsharded` gathered, in the dtype of the shards: to the end of its block.
 
 While a unit is whole, its modules hold plain parameters, which the model's graphs take; optimizers still hold the
-shards. A shard that changes makes the whole parameter stale, an error at the next forward.
+shards. A shard that changes, after its gather began, makes the whole parameter stale, an error at the next forward.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class UnshardedUnits:
         self.optional = False  # unshard() does nothing where units cannot be whole: the model is a pipeline's stage
         self.held: set[str] = set()  # by ``unsharded``, to the end of its block
         self.whole_after_backward: frozenset[str] = frozenset()
+        self.ahead: frozenset[str] = frozenset()  # that an optimizer's step gathers for the next forward
+        self._for_forward: set[str] = set()  # of these, what nobody else has asked for
         # Under way, by unit: buckets with the parameters of the unit in them, and whether in the type of the shards.
         self._gathering: dict[str, tuple[list[tuple[Pending, BucketSpec, list[ShardedParameter]]], bool]] = {}
         self._versions: dict[str, int] = {}
@@ -84,13 +88,17 @@ class UnshardedUnits:
 
     # --- gathering
 
-    def start(self, unit: str, *, full_precision: bool = False) -> None:
+    def start(self, unit: str, *, full_precision: bool = False, for_forward: bool = False) -> None:
         """Start gathering a unit; do nothing where it is whole, or about to be."""
         self.check_available("unshard()")
         if self.storage.active:
             raise RuntimeError("unshard() was called while the model's forward runs; call it before")
+        if not for_forward:
+            self._for_forward.discard(unit)
         if unit in self.units or unit in self._gathering or unit not in self.members:
             return
+        if for_forward:
+            self._for_forward.add(unit)
         self.storage.refresh()
         spec = self.storage.spec
         gathered = [bucket for bucket in spec.buckets if bucket.world_size > 1]
@@ -103,6 +111,7 @@ class UnshardedUnits:
         with torch.inference_mode(False), torch.no_grad():
             buckets = [(self._start_bucket(b, ps, dtypes[b]), b, ps) for b, ps in members.items()]
         self._gathering[unit] = buckets, full_precision
+        self.note_versions(unit)
 
     def _start_bucket(self, bucket: BucketSpec, members: list[ShardedParameter], dtype: torch.dtype) -> Pending:
         offsets = [bucket.offsets[p.spec.name] for p in members]
@@ -138,37 +147,51 @@ class UnshardedUnits:
             parameter = nn.Parameter(whole[p.spec.name].data, requires_grad=p.shard.requires_grad)
             parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
             self.storage.set_whole(p, parameter)
-            self._versions[p.spec.name] = p.shard._version
         self.units |= {unit}
 
     def before_forward(self, settings: Settings) -> None:
         """Gather what is to be whole in this forward, and check that nothing whole is stale."""
         training = torch.is_grad_enabled()
         kept = {unit for unit, gathered_again in settings.reshard_after_forward if not gathered_again}
-        wanted = self.whole_after_backward if training else kept
-        if wanted and (training or not self.unavailable()):  # else evaluations gather as they go
-            for unit in (unit for unit in self.members if unit in wanted):
-                self.start(unit)
+        wanted, ahead = (self.whole_after_backward, self.ahead) if training else (kept, frozenset[str]())
+        for unit in (unit for unit in self.members if unit in self._for_forward):
+            if unit not in ahead or self._changed(unit):
+                self.reshard(unit)
+        if wanted | ahead and (training or not self.unavailable()):  # else evaluations gather as they go
+            for unit in (unit for unit in self.members if unit in wanted | ahead):
+                self.start(unit, for_forward=unit not in wanted)
         for unit in list(self._gathering):
             self.finish(unit)
         for unit in (unit for unit in self.members if unit in self.units):
             self.check_fresh(unit)
 
-    def check_fresh(self, unit: str) -> None:
+    def note_versions(self, unit: str) -> None:
+        """Take what the shards of a unit hold now for what is gathered."""
         for p in self.members[unit]:
             # The parameter's counter of writes; that of its memory is the whole storage's.
-            if p.shard.requires_grad and p.shard._version != self._versions[p.spec.name]:
-                raise ParameterChangedError(
-                    f"the shard of parameter {p.spec.name!r} changed (an optimizer's step, a loaded checkpoint) after "
-                    f"its unit {unit or 'root'!r} was unsharded, and the whole parameter is out of date; "
-                    "call reshard() before (as set_reshard_after_backward(True) does at the end of a backward)"
-                )
+            self._versions[p.spec.name] = p.shard._version
+
+    def _changed(self, unit: str) -> ShardedParameter | None:
+        """Return a parameter of a unit, whole or about to be, whose shard changed after its gather began."""
+        if unit not in self.units and unit not in self._gathering:
+            return None
+        trained = (p for p in self.members[unit] if p.shard.requires_grad)
+        return next((p for p in trained if p.shard._version != self._versions[p.spec.name]), None)
+
+    def check_fresh(self, unit: str) -> None:
+        if (p := self._changed(unit)) is not None:
+            raise ParameterChangedError(
+                f"the shard of parameter {p.spec.name!r} changed (an optimizer's step, a loaded checkpoint) after "
+                f"its unit {unit or 'root'!r} was unsharded, and the whole parameter is out of date; "
+                "call reshard() before (as set_reshard_after_backward(True) does at the end of a backward)"
+            )
 
     # --- giving back
 
     def reshard(self, unit: str) -> None:
         """Put the shards into the unit's modules again. What was written to whole parameters is lost."""
         self.finish(unit)
+        self._for_forward.discard(unit)
         if unit not in self.units:
             return
         for p in self.members[unit]:

@@ -217,6 +217,7 @@ def _keep_gradients(model: Any, engine: Any) -> None:
     if engine.spec.world_size > 1 and not engine.unsharded.unavailable():
         for unit, members in engine.unsharded.members.items():
             values = {p.spec.name: (p.spec.shape, p.spec.param_dtype, p.input.device) for p in members}
+            engine.unsharded.note_versions(unit)
             engine.unsharded.put(unit, {name: compat.without_memory(*like) for name, like in values.items()})
 
 

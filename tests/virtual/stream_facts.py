@@ -10,7 +10,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from both_devices import KINDS, LINK, RANKS, ours, overlapped, same_numbers, strict
+from both_devices import (
+    KINDS,
+    LINK,
+    RANKS,
+    Training,
+    mlp,
+    on_cpu,
+    on_virtual,
+    ours,
+    overlapped,
+    rows,
+    same_numbers,
+    strict,
+)
 from models import MLP
 from mutants import wrong
 from simulated_link import Message
@@ -22,6 +35,7 @@ from virtual.accesses import Race
 from virtual.group import VirtualGroup, virtual_group
 from virtual.machine import Machine, Operation
 
+import graph_fsdp
 from graph_fsdp.compat import reduce_scatter_single
 from graph_fsdp.parameters.host_memory import pinned_nbytes
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
@@ -163,6 +177,31 @@ def ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes() -
     same_numbers(shard, uneven, lambda generator: torch.randn(4, 84, generator=generator))
 
 
+class Ahead(Training):
+    """With the next forward's first gathers in the optimizer's step."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if self.device != "cpu":
+            self.optimizer = graph_fsdp.distribute_optimizer(self.optimizer, gather_ahead=1)
+
+
+def gathers_of_a_step_run_beside_its_kernels() -> None:
+    machine = Machine("h100", traced=True)
+    with strict():
+        found, expected = (
+            on(lambda device: Ahead(functools.partial(ours, auto_wrap_policy={nn.Linear}), mlp, rows, device).values(3))
+            for on in (functools.partial(on_virtual, machine), on_cpu)
+        )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    *_, gather = launched(machine, "all_gather")
+    kernels = [op for op in machine.operations or () if op.stream == 0]
+    beside = [op for op in kernels if op.begin < gather.end and op.end > gather.begin]
+    assert beside and all("foreach" in op.operator for op in beside), "the update of the other units"
+    before = [op for op in kernels if op.end <= gather.begin]
+    assert "foreach" in before[-1].operator, "the update of the first"
+
+
 FOUND = (
     collectives_run_on_streams_of_high_priority,
     messages_are_launched_together,
@@ -171,4 +210,5 @@ FOUND = (
     custom_collectives_are_called_on_our_streams,
     memory_of_collectives_that_nobody_waits_for_is_not_given_away,
     ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes,
+    gathers_of_a_step_run_beside_its_kernels,
 )

@@ -1,0 +1,255 @@
+"""``distribute_optimizer(gather_ahead=…)``: the next forward's first gathers begin in ``step()``. No bit changes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from facts import Facts, Failures, check
+from models import MLP
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp import UnsupportedError
+
+FACTS = Facts(__name__)
+DEPTH, STEPS = 3, 4
+UNITS = {nn.Linear}
+Between = Callable[[Any, Any], object]
+
+
+def compiled(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return graph_fsdp.compile(MLP(DEPTH), **{"backend": "eager", "auto_wrap_policy": UNITS, **options})
+
+
+def adamw(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+
+
+def batch(step: int) -> Tensor:
+    rank = dist.get_rank()
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def gathers_of(model: Any) -> int:
+    return int(graph_fsdp.inspect(model).collectives.get("all_gather", 0))
+
+
+def nothing(model: Any, optimizer: Any) -> None:
+    pass
+
+
+def train(model: Any, optimizer: Any, between: Between = nothing, backwards: int = 1) -> list[Any]:
+    """Losses, and at last parameters and states; ``between`` is done behind each step."""
+    found: list[Any] = []
+    for step in range(STEPS):
+        for part in range(backwards):
+            loss = model(batch(step + 100 * part)).float().square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        between(model, optimizer)
+    return [*found, *model.state_dict().values(), *(v for state in optimizer.state.values() for v in state.values())]
+
+
+def alike(
+    make: Callable[[nn.Module], optim.Optimizer] = adamw,
+    between: Between = nothing,
+    units: int = 2,
+    backwards: int = 1,
+    **options: Any,
+) -> Any:
+    """Train with and without, and compare all bits; the model that was trained with."""
+    model, plain = compiled(**options), compiled(**options)
+    optimizer = graph_fsdp.distribute_optimizer(make(model), gather_ahead=units)
+    found = train(model, optimizer, between, backwards)
+    expected = train(plain, make(plain), between, backwards)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(*(v.to_local() if isinstance(v, DTensor) else torch.as_tensor(v) for v in (ours, theirs)))
+    return model
+
+
+@FACTS
+def steps_have_the_bits_of_the_optimizer_alone() -> None:
+    alike()
+    alike(lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
+    alike(lambda m: optim.AdamW(m.parameters(), lr=0.01, fused=True), units=1)
+    alike(units=100)
+    alike(backwards=2)
+    alike(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    alike(auto_wrap_policy=None)
+
+
+@FACTS
+def groups_of_parameters_are_divided() -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        return optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights, "lr": 0.02}], lr=0.01)
+
+    alike(make)
+
+
+@FACTS
+def gathers_begin_in_the_step_and_the_forward_has_no_others_of_these_units() -> None:
+    model = compiled()
+    optimizer = graph_fsdp.distribute_optimizer(adamw(model), gather_ahead=2)
+    for step in range(STEPS):
+        before = gathers_of(model)
+        model(batch(step)).sum().backward()
+        ran = gathers_of(model) - before
+        before = gathers_of(model)
+        optimizer.step()
+        assert gathers_of(model) - before == 2
+    plain = compiled()
+    plain(batch(0)).sum().backward()
+    print("COUNT", gathers_of(plain), ran, flush=True)
+    # Two in forward, and one in backward: the first layer's input needs no gradient.
+    assert gathers_of(plain) - ran == 3
+
+
+def steps_again(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def writes(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def loads(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def evaluates(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        model(batch(50))
+        model(batch(51))
+
+
+def evaluates_and_writes(model: Any, optimizer: Any) -> None:
+    evaluates(model, optimizer)
+    writes(model, optimizer)
+    evaluates(model, optimizer)
+
+
+def writes_to_whole_parameters(model: Any, optimizer: Any) -> None:
+    with graph_fsdp.unsharded(model), torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def saves(model: Any, optimizer: Any) -> None:
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def steps_another_optimizer(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optim.SGD(model.parameters(), lr=0.01).step()
+    optimizer.zero_grad()
+
+
+def unshards(model: Any, optimizer: Any) -> None:
+    model.unshard()
+    model.reshard()
+
+
+BETWEEN = (
+    steps_again, writes, loads, evaluates, evaluates_and_writes, writes_to_whole_parameters, saves,
+    steps_another_optimizer, unshards,
+)  # fmt: skip
+
+
+@FACTS
+def what_is_done_between_step_and_forward_counts() -> None:
+    for between in BETWEEN:
+        torch._dynamo.reset()
+        alike(between=between)
+
+
+@FACTS
+def a_step_that_is_skipped_leaves_the_gathers_to_the_forward() -> None:
+    model = compiled()
+    optimizer = graph_fsdp.distribute_optimizer(adamw(model), gather_ahead=1)
+    first = [model(batch(0)).sum() for _ in range(2)]
+    assert torch.equal(*first)
+    first[-1].backward()
+    optimizer.zero_grad()
+    again = model(batch(0)).sum()
+    assert torch.equal(again, first[0])
+    assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+
+
+@FACTS
+def whole_units_are_given_back_by_backward() -> None:
+    model = compiled()
+    optimizer = graph_fsdp.distribute_optimizer(adamw(model), gather_ahead=2)
+    model(batch(0)).sum().backward()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    optimizer.step()
+    model(batch(0))
+    assert sum(not isinstance(p, DTensor) for p in model.parameters()) == 4
+    model.reshard()
+    model.state_dict()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
+
+
+# On a fake process group
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_forward_has_the_first_units_as_inputs() -> None:
+    model, plain = compiled(), compiled()
+    optimizer = graph_fsdp.distribute_optimizer(adamw(model), gather_ahead=1)
+    for trained in (model, plain):
+        trained(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+    first, second = (graph_fsdp.inspect(m).forward.buckets for m in (model, plain))
+    assert [row.name for row in first if row.kind == "gather"] == [r.name for r in second if r.kind == "gather"][1:]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_cannot_be_gathered_ahead_is_said_before_anything_changes() -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    model = compiled(mesh=mesh)
+    give = graph_fsdp.distribute_optimizer
+    for wrong in (True, -1, 1.5, "all"):
+        with pytest.raises(ValueError, match="gather_ahead must be a number of units, 0 for none, got"):
+            give(adamw(model), gather_ahead=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"gather_ahead=1 is for .*in_backward=True has nothing left to step"):
+        give(adamw(model), gather_ahead=1, in_backward=True)
+    with pytest.raises(UnsupportedError, match=r"gather_ahead=1 is for .*and Muon is none of torch's"):
+        give(optim.Muon([p for p in model.parameters() if p.dim() == 2]), gather_ahead=1)
+    offloaded = compiled(mesh=mesh, offload_policy=CPUOffloadPolicy())
+    optimizer = adamw(offloaded)
+    before = type(optimizer)
+    if reason := offloaded._graph_fsdp.unsharded.unavailable():
+        with pytest.raises(UnsupportedError, match="gather_ahead=1 is not available on this model") as raised:
+            give(optimizer, gather_ahead=1)
+        assert reason in str(raised.value)
+    assert type(optimizer) is before and not offloaded._graph_fsdp.unsharded.ahead
