@@ -43,6 +43,20 @@ def llamas() -> tuple[Any, Any, Tensor]:
 
 
 @FACTS
+def a_write_while_a_unit_is_gathered_makes_it_stale() -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    handle = model.unshard(async_op=True)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    handle.wait()
+    with pytest.raises(graph_fsdp.ParameterChangedError, match=r"changed .* after its unit 'root' was unsharded"):
+        model(torch.ones(2, 16))
+    model.reshard()
+    model(torch.ones(2, 16))
+
+
+@FACTS
 def hugging_face_generation_with_a_cache() -> None:
     model, plain, prompt = llamas()
     expected = generate(plain, prompt)
