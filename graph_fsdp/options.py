@@ -29,6 +29,7 @@ from graph_fsdp.runtime.cuda.capture import CAPTURES
 from graph_fsdp.units import AutoWrapPolicy
 
 _PROGRAMS = "GRAPH_FSDP_PROGRAMS"  # 0: none is kept where ``programs`` is None
+_MOST_BYTES = 2**30  # of programs beside Inductor's cache
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class CompileOptions:
             return lambda: None
         if given is None:
             find = BACKENDS[self.backend]().programs_folder
-            return lambda: Folder(path) if (path := find()) is not None else None
+            return lambda: Folder(path, _MOST_BYTES) if (path := find()) is not None else None
         folder = Folder(Path(given))
         try:
             folder.make()

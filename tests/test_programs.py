@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graph_fsdp
 from graph_fsdp import UnsupportedError
 from graph_fsdp.passes import Plan, default_pipeline
+from graph_fsdp.programs.folder import Folder
 from graph_fsdp.report.report import GraphReport, engine_of
 
 
@@ -229,6 +231,23 @@ def test_nothing_is_kept_without_a_folder(folder: Path, tmp_path: Path, monkeypa
     monkeypatch.delenv("GRAPH_FSDP_PROGRAMS")
     start(None, programs=None)
     assert start(None, programs=None).found
+
+
+def test_what_was_not_used_for_longest_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = [{"model": str(index)} for index in range(4)]
+    bounded, unbounded = Folder(tmp_path / "bounded", 1000), Folder(tmp_path / "unbounded")
+    with caplog.at_level(logging.INFO, "graph_fsdp"):
+        for folder in (bounded, unbounded):
+            for index, key in enumerate(keys[:3]):
+                folder.write(key, lambda: {"program": "x" * 200})
+                os.utime(folder.file_of(key), (index, index))
+            assert folder.read(keys[0]) is not None  # its last use is now
+            folder.write(keys[3], lambda: {"program": "x" * 200})
+    assert [key for key in keys if bounded.file_of(key).exists()] == [keys[0], keys[2], keys[3]]
+    assert all(unbounded.file_of(key).exists() for key in keys)
+    assert caplog.text.count("is removed: programs have more than 1000 bytes in all") == 1
+    Folder(tmp_path / "small", 1).write(keys[0], lambda: {"program": ""})
+    assert Folder(tmp_path / "small").read(keys[0]) is not None, "the newest stays"
 
 
 def test_inductor_keeps_programs_beside_its_own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch import fx
@@ -35,7 +34,7 @@ from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.segments import NotRepeatable
-from graph_fsdp.passes.repeat.trace import CALLED, call
+from graph_fsdp.passes.repeat.trace import call, called
 from graph_fsdp.passes.transforms.partitioned import take_unsharded
 from graph_fsdp.programs.folder import Folder
 from graph_fsdp.programs.key import key_of, names_of
@@ -134,7 +133,7 @@ class KeptTrace(AotTrace):
 
     def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.captured.remake = Remake.of(self, module)
-        with mock.patch.dict(CALLED, {0: _stand_in(self.program)}, clear=True):
+        with called({0: _stand_in(self.program)}):
             return super().run(_contracted(module), inputs)
 
     def partition(

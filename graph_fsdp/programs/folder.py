@@ -1,7 +1,7 @@
 """A folder has a file per program, called by a digest of its key: a line that says what it is for, and the program.
 
 A file is written under another name and renamed, for the user alone. What another user could have written is not read,
-nor what is not whole.
+nor what is not whole. Where the folder has a bound, who writes a program removes those whose last use is longest ago.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Folder:
-    """Holds programs by the digest of their keys."""
+    """Holds programs by the digest of their keys: ``most_bytes`` in all, where given, but for the newest one."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        self.path, self.most_bytes = path, most_bytes
 
     def make(self) -> None:
         """Make the folder, for the user alone, where there is none. Raises OSError where that cannot be."""
@@ -59,6 +59,8 @@ class Folder:
         if head.get("key") != dict(key) or head.get("sha256") != hashlib.sha256(body.encode()).hexdigest():
             log.info("%s is not whole", path)
             return None
+        with contextlib.suppress(OSError):  # another user's folder
+            os.utime(path)
         found: dict[str, Any] = json.loads(body)
         return found
 
@@ -74,6 +76,7 @@ class Folder:
                 body = json.dumps(program(), separators=(",", ":"))
                 head = json.dumps({"key": dict(key), "sha256": hashlib.sha256(body.encode()).hexdigest()})
                 self._put(path, f"{head}\n{body}")
+                self._make_room()
         except Timeout:
             return
         except (OSError, NotImplementedError) as error:  # an unwritable folder, a file system without locks
@@ -90,6 +93,25 @@ class Folder:
                 os.unlink(temporary)
             raise
 
+    def _make_room(self) -> None:
+        """Remove what is beyond the bound. A process that has opened a file still reads it."""
+        held = 0
+        for place, path in enumerate(self._newest_first()):
+            with contextlib.suppress(OSError):  # another process may have removed it
+                held += path.stat().st_size
+                if place and self.most_bytes is not None and held > self.most_bytes:
+                    path.unlink()
+                    log.info("%s is removed: programs have more than %d bytes in all", path, self.most_bytes)
+
+    def _newest_first(self) -> list[Path]:
+        def used(path: Path) -> float:
+            try:
+                return path.stat().st_mtime
+            except OSError:
+                return 0.0
+
+        return sorted(self.path.glob("*.json"), key=used, reverse=True)
+
     def _why(self, key: Mapping[str, str]) -> str:
         """Say what of a key differs from that of the program that has most in common with it."""
         differences = [[name for name in key if other.get(name) != key[name]] for other in self._keys()]
@@ -99,11 +121,7 @@ class Folder:
         return f"{', '.join(nearest)} differ from those of the nearest one"
 
     def _keys(self) -> Iterator[dict[str, str]]:
-        try:
-            files = sorted(self.path.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        except OSError:
-            return
-        for path in files[:_LOOKED_AT]:
+        for path in self._newest_first()[:_LOOKED_AT]:
             with contextlib.suppress(OSError, ValueError, KeyError), open(path, encoding="utf-8") as file:
                 yield json.loads(file.readline())["key"]
 

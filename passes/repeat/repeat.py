@@ -25,7 +25,6 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
-from unittest import mock
 
 from torch import fx
 
@@ -35,7 +34,7 @@ from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
 from graph_fsdp.passes.ir.operands import argument, operands
 from graph_fsdp.passes.repeat.copies import CopiedValues, Origins, layout
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
-from graph_fsdp.passes.repeat.trace import CALLED, Decompositions, Prepare, Trace, call, repeat, repeat_backward, trace
+from graph_fsdp.passes.repeat.trace import Decompositions, Prepare, Trace, call, called, repeat, repeat_backward, trace
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class Repeats:
 
     def registered(self) -> AbstractContextManager[Any]:
         """Let ``repeat`` and ``repeat_backward`` know the traces while the contracted graph is traced."""
-        return mock.patch.dict(CALLED, {index: made for index, (made, _) in enumerate(self.calls)}, clear=True)
+        return called({index: made for index, (made, _) in enumerate(self.calls)})
 
     def expand(self, module: fx.GraphModule) -> fx.GraphModule:
         """Return ``module``, the trace of ``contracted``, prepared, and with traces in the places of the calls.

@@ -6,7 +6,8 @@ both are told which call it is. Neither is ever run: the trace takes their place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +131,19 @@ def _divide(nodes: list[fx.Node], tangents: list[fx.Node]) -> tuple[list[fx.Node
 # How a layer is called while the model around it is traced
 
 CALLED: dict[int, Trace] = {}  # by the index of a call
+
+
+@contextlib.contextmanager
+def called(traces: Mapping[int, Trace]) -> Iterator[None]:
+    """Let ``repeat`` and ``repeat_backward`` know the traces that calls stand for, by index, and no others."""
+    before = dict(CALLED)
+    try:
+        CALLED.clear()
+        CALLED.update(traces)
+        yield
+    finally:
+        CALLED.clear()
+        CALLED.update(before)
 
 
 def call(index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
