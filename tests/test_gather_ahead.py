@@ -13,8 +13,8 @@ from facts import Facts, Failures, check
 from models import MLP
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
 from graph_fsdp import UnsupportedError
@@ -82,8 +82,12 @@ def alike(
 @FACTS
 def steps_have_the_bits_of_the_optimizer_alone() -> None:
     alike()
-    alike(lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
     alike(lambda m: optim.AdamW(m.parameters(), lr=0.01, fused=True), units=1)
+
+
+@FACTS.long
+def steps_of_others_have_them_too() -> None:
+    alike(lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
     alike(units=100)
     alike(backwards=2)
     alike(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -176,6 +180,11 @@ BETWEEN = (
 
 
 @FACTS
+def a_write_between_step_and_forward_counts() -> None:
+    alike(between=evaluates_and_writes)
+
+
+@FACTS.long
 def what_is_done_between_step_and_forward_counts() -> None:
     for between in BETWEEN:
         torch._dynamo.reset()
@@ -245,11 +254,9 @@ def test_what_cannot_be_gathered_ahead_is_said_before_anything_changes() -> None
         give(adamw(model), gather_ahead=1, in_backward=True)
     with pytest.raises(UnsupportedError, match=r"gather_ahead=1 is for .*and Muon is none of torch's"):
         give(optim.Muon([p for p in model.parameters() if p.dim() == 2]), gather_ahead=1)
-    offloaded = compiled(mesh=mesh, offload_policy=CPUOffloadPolicy())
-    optimizer = adamw(offloaded)
-    before = type(optimizer)
-    if reason := offloaded._graph_fsdp.unsharded.unavailable():
-        with pytest.raises(UnsupportedError, match="gather_ahead=1 is not available on this model") as raised:
-            give(optimizer, gather_ahead=1)
-        assert reason in str(raised.value)
-    assert type(optimizer) is before and not offloaded._graph_fsdp.unsharded.ahead
+    placed = compiled(mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    optimizer = adamw(placed)
+    with pytest.raises(UnsupportedError, match=r"gather_ahead=1 is not available .*another dimension.*; leave it out"):
+        give(optimizer, gather_ahead=1)
+    assert type(optimizer) is optim.AdamW
+    assert type(give(optimizer)) is not optim.AdamW, "it was not distributed"
