@@ -183,10 +183,16 @@ def test_a_timeout_kills_everything_and_shows_where_each_rank_was(
 ) -> None:
     started = tmp_path / "pids"
     started.mkdir()
-    # The time is over once rank 1 has its result, however long a busy machine takes for that.
-    over = lambda: len(pids(started)) == 2 and list(scratch.glob("ranks-*/result1.pt"))  # noqa: E731
-    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + (1000 if over() else 0))
-    monkeypatch.setattr(launch, "time", clock)
+    later = 0
+
+    def sleep(seconds: float) -> None:
+        """The time is over once rank 1 has its result before a look at results, however long a machine takes for it."""
+        nonlocal later
+        time.sleep(seconds)
+        if len(pids(started)) == 2 and list(scratch.glob("ranks-*/result1.pt")):
+            later = 1000
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: time.monotonic() + later))
     with pytest.raises(RuntimeError) as caught:
         run_ranks(hangs_on_rank_0, 2, str(started), timeout=900)
     message = str(caught.value)
