@@ -20,7 +20,7 @@ import graph_fsdp
 from graph_fsdp import UnsupportedError
 
 FACTS = Facts(__name__)
-DEPTH, STEPS = 3, 4
+DEPTH, STEPS = 3, 3
 UNITS = {nn.Linear}
 Between = Callable[[Any, Any], object]
 
