@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
-from graph_fsdp import UnsupportedError
+from graph_fsdp import RankDisagreement, UnsupportedError
 
 FACTS = Facts(__name__)
 DEPTH, STEPS = 3, 3
@@ -216,6 +216,19 @@ def whole_units_are_given_back_by_backward() -> None:
     model.reshard()
     model.state_dict()
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@FACTS
+def a_write_on_one_rank_alone_is_an_error_on_all() -> None:
+    """The last fact: nothing is compared afterwards."""
+    model = compiled()
+    optimizer = graph_fsdp.distribute_optimizer(adamw(model), gather_ahead=1)
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        writes(model, optimizer)
+    with pytest.raises(RankDisagreement, match=r"ranks \[0\] are about to run the unshard\(\) of unit 'blocks.0.up'"):
+        model(batch(1))
 
 
 @pytest.fixture(scope="module")
