@@ -46,5 +46,6 @@ def test_bad_input() -> None:
         give(fused, offload_state=True)
     assert type(fused) is optim.AdamW
     distributed = give(optim.SGD(model.parameters()))
-    with pytest.raises(UnsupportedError, match=r"given to distribute_optimizer already"):
-        give(distributed)
+    for again in ({}, {"gather_ahead": 1, "in_backward": True}):
+        with pytest.raises(UnsupportedError, match=r"given to distribute_optimizer already"):
+            give(distributed, **again)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -216,6 +217,81 @@ def whole_units_are_given_back_by_backward() -> None:
     model.reshard()
     model.state_dict()
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def gathers_of_a_forward(model: Any) -> int:
+    before = gathers_of(model)
+    model(batch(0)).sum().backward()
+    return gathers_of(model) - before
+
+
+@FACTS
+def another_optimizer_ends_it_when_it_steps_whatever_rank_collects_the_first() -> None:
+    model, plain = compiled(), compiled()
+    optimizer = graph_fsdp.distribute_optimizer(adamw(model), gather_ahead=2)
+    assert gathers_of_a_forward(model) == gathers_of_a_forward(plain) - 1, "the first layer is kept for backward"
+    for made in (optimizer, adamw(plain)):
+        made.step()
+        made.zero_grad()
+    if dist.get_rank() == 0:
+        del optimizer, made
+        gc.collect()
+    others = [optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for _ in range(STEPS):
+        for m, other in zip((model, plain), others, strict=True):
+            m(batch(1)).square().mean().backward()
+            other.step()
+            other.zero_grad()
+    assert all(torch.equal(*(v.to_local() for v in values)) for values in zip(*shards_of(model, plain), strict=True))
+    assert gathers_of_a_forward(model) == gathers_of_a_forward(plain)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def shards_of(*models: nn.Module) -> list[list[Any]]:
+    return [list(model.state_dict().values()) for model in models]
+
+
+@FACTS
+def distributing_another_optimizer_of_the_parameters_ends_it() -> None:
+    model, plain = compiled(), compiled()
+    first = graph_fsdp.distribute_optimizer(adamw(model), gather_ahead=2)
+    graph_fsdp.distribute_optimizer(optim.SGD([next(model.parameters())], lr=0.1))
+    assert gathers_of_a_forward(model) == gathers_of_a_forward(plain)
+    first.step()
+    assert gathers_of_a_forward(model) < gathers_of_a_forward(plain), "it steps again, and gathers ahead again"
+
+
+@FACTS
+def it_is_switched_off_and_on_under_a_scheduler_and_no_bit_changes() -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        optimizer = graph_fsdp.distribute_optimizer(adamw(model), gather_ahead=0 if model is plain else 2)
+        vars(optimizer)["scheduler"] = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return optimizer
+
+    model, plain = compiled(), compiled()
+    optimizer, expected, gathers = make(model), make(plain), []
+    for units in (2, 0, 1):
+        if units < 2:
+            assert graph_fsdp.distribute_optimizer(optimizer, gather_ahead=units) is optimizer
+        for step in range(2):
+            for m, made in ((model, optimizer), (plain, expected)):
+                before = gathers_of(m)
+                m(batch(step)).square().mean().backward()
+                made.step()
+                made.zero_grad()
+                vars(made)["scheduler"].step()
+                gathers.append(gathers_of(m) - before)
+        for ours, theirs in zip(*(states_of(m, o) for m, o in ((model, optimizer), (plain, expected))), strict=True):
+            assert torch.equal(ours, theirs)
+    # Of two units, three gathers are left out (none of the first layer is in backward), and two are in ``step()``;
+    # of one, one and one. The first forward of each number gathers its units itself, besides.
+    more = [ours - theirs for ours, theirs in zip(gathers[::2], gathers[1::2], strict=True)]
+    assert more == [-3 + 2 + 2, -3 + 2, 0, 0, -1 + 1 + 1, -1 + 1]
+
+
+def states_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    return [v.to_local() if isinstance(v, DTensor) else v for v in (*model.state_dict().values(), *states)]
 
 
 @FACTS

@@ -171,7 +171,7 @@ class Engine:
             if self.wait_before_forward is not None:
                 self.wait_before_forward.wait()
                 self.wait_before_forward = None
-            self.unsharded.before_forward(self.settings)
+            self.unsharded.before_forward(self.settings, self.updates.ahead)
             if self.settings.unsharded != self.unsharded.units:
                 self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
             inputs = self.unsharded.watched(self.storage.inputs_after_refresh())

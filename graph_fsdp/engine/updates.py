@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,6 +22,8 @@ class Updates:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine  # a weak proxy
         self.done: set[str] = set()
+        # Of optimizers that gather ahead: ids of the shards that one steps, and the units that it gathers.
+        self._ahead: list[tuple[frozenset[int], frozenset[str]]] = []
 
     def check_available(self, names: Sequence[str]) -> None:
         """Raise UnsupportedError where backwards of this model cannot step these parameters."""
@@ -60,9 +62,19 @@ class Updates:
             raise UnsupportedError(f"gather_ahead={count} is not available on this model: {found[0]}; leave it out")
         return [unit for unit in units.members if unit in units.sharded | units.units][:count]
 
-    def gather_ahead(self, units: Sequence[str]) -> None:
-        """Have forwards begin with these units whole."""
-        self._engine.unsharded.ahead |= frozenset(units)
+    @property
+    def ahead(self) -> frozenset[str]:
+        """Return the units that forwards begin with, whole."""
+        return frozenset[str]().union(*(units for _, units in self._ahead))
+
+    def gather_ahead(self, shards: frozenset[int], units: Sequence[str]) -> None:
+        """Have forwards begin with these units whole, until something else steps one of these shards (by their ids)."""
+        self.drop_ahead(shards)
+        self._ahead.append((shards, frozenset(units)))
+
+    def drop_ahead(self, shards: Set[int]) -> None:
+        """Have forwards gather as they go what an optimizer of any of these shards gathers ahead."""
+        self._ahead = [(stepped, units) for stepped, units in self._ahead if not stepped & shards]
 
     def start_ahead(self, units: Sequence[str]) -> list[str]:
         """Start to gather units, of which an optimizer has stepped all that it steps; return those that it started, and

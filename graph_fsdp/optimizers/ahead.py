@@ -2,6 +2,11 @@
 
 Ranks start these gathers where the program calls ``step()``, which compares them as ``unshard()`` does: nothing of a
 rank's own decides. Where ``step()`` was not called (a ``GradScaler`` that skips it), the forward starts them itself.
+
+[Note: until when forwards begin with these units]
+Until another optimizer steps one of the same parameters, or is given to ``distribute_optimizer`` with them; from its
+own next ``step()`` on, they do so again. Programs do that alike on all ranks. When an optimizer is garbage-collected
+differs between ranks, so that it decides nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graph_fsdp.optimizers.slices import Run, Slice, Slices
 from graph_fsdp.parameters.shards import Storage
@@ -18,21 +24,36 @@ from graph_fsdp.parameters.shards import Storage
 class Ahead(Slices):
     """Steps the first ``count`` units of each model, starts to gather them, and steps the rest."""
 
+    _watching = False  # other optimizers' steps
+
     def __init__(self, optimizer: optim.Optimizer, count: int) -> None:
         super().__init__(optimizer)
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        models = [s for s in Storage.installed if any(id(p.shard) in stepped for p in s.parameters.values())]
-        self._units = [(storage, storage.updates.units_ahead(count)) for storage in models]
+        self.ahead, stepped = count, _stepped_by(optimizer)
+        places = {shard: place for place, shard in enumerate(stepped)}
+        models = {
+            min(found): storage  # a set's order is not that of other ranks
+            for storage in Storage.installed
+            if (found := [places[id(p.shard)] for p in storage.parameters.values() if id(p.shard) in places])
+        }
+        self._units = [(models[place], models[place].updates.units_ahead(count)) for place in sorted(models)]
         members = [(p, units) for storage, units in self._units for p in storage.parameters.values()]
         self._first = {id(p.shard) for p, units in members if p.spec.unit in units}
         self._started: list[tuple[Storage, list[str]]] = []
+        self._begin_ahead(optimizer)
+        if not Ahead._watching:
+            register_optimizer_step_pre_hook(lambda other, args, kwargs: drop_ahead(other))
+            Ahead._watching = True
+
+    def _begin_ahead(self, optimizer: optim.Optimizer) -> None:
+        stepped = frozenset(_stepped_by(optimizer))
         for storage, units in self._units:
-            storage.updates.gather_ahead(units)
+            storage.updates.gather_ahead(stepped, units)
 
     def joins(self, before: Slice, m: Slice) -> bool:
         return super().joins(before, m) and (id(before.p) in self._first) is (id(m.p) in self._first)
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
+        self._begin_ahead(optimizer)  # another's step may have ended it
         super().step(optimizer, own_step)
         for storage, units in self._started:
             storage.updates.stepped(units)
@@ -55,3 +76,13 @@ class Ahead(Slices):
         super().step_runs(groups, first, others_first, own_step)
         self._started = [(storage, storage.updates.start_ahead(units)) for storage, units in self._units]
         super().step_runs(groups, rest, others_rest, own_step)
+
+
+def drop_ahead(optimizer: optim.Optimizer) -> None:
+    """Have no forward begin with what an optimizer of these parameters gathers ahead."""
+    for storage in Storage.installed:
+        storage.updates.drop_ahead(frozenset(_stepped_by(optimizer)))
+
+
+def _stepped_by(optimizer: optim.Optimizer) -> list[int]:
+    return list(dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"]))

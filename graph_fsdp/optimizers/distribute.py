@@ -12,7 +12,7 @@ import torch
 from torch import optim
 
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.ahead import Ahead
+from graph_fsdp.optimizers.ahead import Ahead, drop_ahead
 from graph_fsdp.optimizers.host_state import HostState
 from graph_fsdp.optimizers.in_backward import InBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
@@ -61,7 +61,9 @@ def distribute_optimizer(
             then starts to gather them for the next forward, and steps the others meanwhile. They stay whole to the end
             of the next backward, which does not gather them again; their bytes are held until then. If a shard changes
             between ``step()`` and the forward, on all ranks, the forward gathers it again; writes through ``.data`` are
-            not seen. An evaluation gives them back. For torch's element-wise classes.
+            not seen. An evaluation gives them back. Forwards begin so until another optimizer steps one of the same
+            parameters or is distributed with them, or this one is given here again with another number: 0 ends it. For
+            torch's element-wise classes.
         element_wise: True declares that an optimizer of another class treats each element by itself, as Lion does: what
             ``step`` computes of an element depends on that element of the parameter, its gradient and its state, and on
             values of the group or of the whole state, such as a number of steps.
@@ -86,7 +88,9 @@ def distribute_optimizer(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, and is a {type(optimizer).__name__}")
     name = type(optimizer).__name__
     if isinstance(optimizer, DistributedStep):
-        raise UnsupportedError(f"optimizer: this {name} was given to distribute_optimizer already; use it as it is")
+        given = {"in_backward": in_backward, "offload_state": offload_state, "matrix_wise": matrix_wise}
+        _distribute_anew(optimizer, gather_ahead, [option for option, value in given.items() if value])
+        return optimizer
     if element_wise and matrix_wise is not None:
         raise ValueError("element_wise=True and matrix_wise exclude each other; leave one of them out")
     if matrix_wise is not None and not inspect.isgeneratorfunction(matrix_wise):
@@ -115,10 +119,8 @@ def distribute_optimizer(
         )
     if gather_ahead and (in_backward or offload_state or type(optimizer) not in ELEMENT_WISE):
         what = "in_backward=True has nothing left to step" if in_backward else f"{name} is none of torch's"
-        what = "offload_state=True steps one run after the other on the CPU" if offload_state else what
-        raise UnsupportedError(
-            f"gather_ahead={gather_ahead} is for element-wise optimizers of torch that step on the device, and {what}; "
-            "leave it out"
+        raise _not_ahead(
+            gather_ahead, "offload_state=True steps one run after the other on the CPU" if offload_state else what
         )
     own_step = _own_step(type(optimizer))
     stepper: Slices | Owners | InBackward
@@ -130,6 +132,8 @@ def distribute_optimizer(
         stepper = Ahead(optimizer, gather_ahead)
     else:
         stepper = Slices(optimizer) if rule is None else Owners(optimizer, rule)
+    if not gather_ahead:
+        drop_ahead(optimizer)
     vars(optimizer)["_graph_fsdp_stepper"] = stepper
     optimizer.__class__ = _distributed_class(type(optimizer), own_step, in_backward)
     return optimizer
@@ -157,6 +161,28 @@ def _restored(cls: type[optim.Optimizer], state: Any) -> optim.Optimizer:
     made = cls.__new__(cls)
     made.__setstate__(state)
     return made
+
+
+def _not_ahead(units: int, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"gather_ahead={units} is for element-wise optimizers of torch that step on the device, and {why}; leave it out"
+    )
+
+
+def _distribute_anew(optimizer: DistributedStep, gather_ahead: int, others: list[str]) -> None:
+    """Have a distributed optimizer gather another number of units ahead; nothing else of it can be changed."""
+    name, stepper = type(optimizer).__name__, optimizer._graph_fsdp_stepper
+    before = stepper.ahead if isinstance(stepper, Slices) and not isinstance(stepper, HostState) else None
+    if before in (None, gather_ahead) or others:
+        raise UnsupportedError(
+            f"optimizer: this {name} was given to distribute_optimizer already; use it as it is (what can be changed "
+            "is gather_ahead, of an element-wise optimizer that steps in step(), on the device)"
+        )
+    if gather_ahead and optimizer._graph_fsdp_class not in ELEMENT_WISE:
+        raise _not_ahead(gather_ahead, f"{name} is none of torch's")
+    if not gather_ahead:
+        drop_ahead(optimizer)
+    vars(optimizer)["_graph_fsdp_stepper"] = Ahead(optimizer, gather_ahead) if gather_ahead else Slices(optimizer)
 
 
 class _InBackward:

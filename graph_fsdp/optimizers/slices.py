@@ -147,6 +147,7 @@ class Slices:
     """Knows where an optimizer's parameters lie in the shard storage, and which are stepped as one."""
 
     make_run: Callable[[Sequence[Slice]], Run] = Run
+    ahead = 0  # units that a step gathers for the next forward
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._slices: dict[int, Slice] = {}  # by the id of the parameter, which is in it

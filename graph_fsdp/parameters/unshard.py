@@ -53,8 +53,7 @@ class UnshardedUnits:
         self.optional = False  # unshard() does nothing where units cannot be whole: the model is a pipeline's stage
         self.held: set[str] = set()  # by ``unsharded``, to the end of its block
         self.whole_after_backward: frozenset[str] = frozenset()
-        self.ahead: frozenset[str] = frozenset()  # that an optimizer's step gathers for the next forward
-        self._for_forward: set[str] = set()  # of these, what nobody else has asked for
+        self._for_forward: set[str] = set()  # what only an optimizer gathers, ahead of the next forward
         # Under way, by unit: buckets with the parameters of the unit in them, and whether in the type of the shards.
         self._gathering: dict[str, tuple[list[tuple[Pending, BucketSpec, list[ShardedParameter]]], bool]] = {}
         self._versions: dict[str, int] = {}
@@ -149,11 +148,12 @@ class UnshardedUnits:
             self.storage.set_whole(p, parameter)
         self.units |= {unit}
 
-    def before_forward(self, settings: Settings) -> None:
-        """Gather what is to be whole in this forward, and check that nothing whole is stale."""
+    def before_forward(self, settings: Settings, ahead: frozenset[str]) -> None:
+        """Gather what is to be whole in this forward, and check that nothing whole is stale. ``ahead``: units that an
+        optimizer's step gathers for it."""
         training = torch.is_grad_enabled()
         kept = {unit for unit, gathered_again in settings.reshard_after_forward if not gathered_again}
-        wanted, ahead = (self.whole_after_backward, self.ahead) if training else (kept, frozenset[str]())
+        wanted, ahead = (self.whole_after_backward, ahead) if training else (kept, frozenset[str]())
         for unit in (unit for unit in self.members if unit in self._for_forward):
             if unit not in ahead or self._changed(unit):
                 self.reshard(unit)
