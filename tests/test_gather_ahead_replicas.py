@@ -1,0 +1,38 @@
+"""``distribute_optimizer(gather_ahead=…)`` on a mesh that replicates: two replicas of two ranks. No bit changes."""
+
+from __future__ import annotations
+
+import pytest
+from facts import Facts, Failures, check
+from test_gather_ahead import BETWEEN, alike
+from torch.distributed.device_mesh import init_device_mesh
+
+import graph_fsdp
+
+FACTS = Facts(__name__)
+
+
+@FACTS
+def steps_have_the_bits_of_the_optimizer_alone() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = alike(mesh=mesh)
+    report = graph_fsdp.inspect(model)
+    assert report.spec.world_size == 2 and report.spec.replicas == 2
+    assert {row.kind for row in report.backward.buckets} >= {"reduce", "replicate"}
+
+
+@FACTS.long
+def what_is_done_between_step_and_forward_counts() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for between in BETWEEN:
+        alike(between=between, mesh=mesh)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(4)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_four_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
