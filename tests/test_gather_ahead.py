@@ -339,7 +339,9 @@ def test_the_printed_graphs_take_the_whole_unit_and_gather_the_others() -> None:
     model(torch.ones(4, 16)).sum().backward()
     report = graph_fsdp.inspect(model)
     bodies = [view.stages["slots"].body for view in (report.forward, report.backward)]
-    assert_expected_inline("\n".join(bodies), """\
+    assert_expected_inline(
+        "\n".join(bodies),
+        """\
 def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, whole_blocks_0_up_weight, whole_blocks_0_up_bias):
     gather_blocks_0_down = torch.ops.graph_fsdp.all_gather_start.default([primals_4, primals_5], [0, 64], 80, torch.float32, 8, '0')
     t = torch.ops.aten.t.default(whole_blocks_0_up_weight)
@@ -415,7 +417,8 @@ def forward(kept_0, primals_3, primals_4, primals_6, addmm, gelu, add, tangents_
     blocks_0_up_bias_grad = torch.ops.aten.slice.Tensor(reduced_blocks_0_up, 0, 64, 68)
     blocks_0_up_weight_grad_1 = torch.ops.aten.view.default(blocks_0_up_weight_grad, [4, 16])
     return (blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, None, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad, head_weight_grad_1, head_bias_grad)
-""")
+""",  # noqa: E501
+    )
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes.analysis.optimizers import Stepping
 from graph_fsdp.passes.transforms.update import UpdateInBackward
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Updates:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine  # a weak proxy
         self.done: set[str] = set()
+        self.stepping: dict[str, Stepping] = {}  # parameter → what steps it, of optimizers that were distributed
         # Of optimizers that gather ahead: ids of the shards that one steps, and the units that it gathers.
         self._ahead: list[tuple[frozenset[int], frozenset[str]]] = []
 

@@ -17,6 +17,8 @@ from graph_fsdp.optimizers.host_state import HostState
 from graph_fsdp.optimizers.in_backward import InBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
 from graph_fsdp.optimizers.slices import Slices, unshared
+from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.passes.analysis.optimizers import Stepping, known_as
 
 Kind = TypeVar("Kind", bound=optim.Optimizer)
 
@@ -134,6 +136,7 @@ def distribute_optimizer(
         stepper = Slices(optimizer) if rule is None else Owners(optimizer, rule)
     if not gather_ahead:
         drop_ahead(optimizer)
+    _tell_models(optimizer, in_backward, offload_state)
     vars(optimizer)["_graph_fsdp_stepper"] = stepper
     optimizer.__class__ = _distributed_class(type(optimizer), own_step, in_backward)
     return optimizer
@@ -161,6 +164,19 @@ def _restored(cls: type[optim.Optimizer], state: Any) -> optim.Optimizer:
     made = cls.__new__(cls)
     made.__setstate__(state)
     return made
+
+
+def _tell_models(optimizer: optim.Optimizer, in_backward: bool, on_cpu: bool) -> None:
+    """Let models' reports know what steps their parameters."""
+    cls = type(optimizer)
+    by = {
+        id(p): Stepping(cls.__name__, known_as(cls, group, on_cpu), in_backward)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    for storage in Storage.installed:
+        held = storage.parameters.items()
+        storage.updates.stepping.update({name: by[id(p.shard)] for name, p in held if id(p.shard) in by})
 
 
 def _not_ahead(units: int, why: str) -> UnsupportedError:

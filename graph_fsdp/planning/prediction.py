@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from graph_fsdp.compat import pytree
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
+from graph_fsdp.passes.analysis.optimizers import OPTIMIZERS, optimizer_seconds
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
 from graph_fsdp.passes.pipeline import collector_paused
 from graph_fsdp.planning.allocator import Reserved, Step, planned_step, replay
@@ -23,20 +24,6 @@ from graph_fsdp.report.report import GraphReport
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_on_cpu", "sgd", "momentum", None]
 
-# Optimizer → (values kept per parameter; reads and writes of a value per parameter in a step: all are read, and all but
-# the gradient written; values allocated in a step). "foreach" runs kernels one after the other over all parameters, as
-# torch.optim does with neither fused nor capturable: mul, lerp, mul, addcmul, sqrt, div, add, addcdiv; sqrt's results
-# are no state.
-_OPTIMIZERS: dict[Optimizer, tuple[int, int, int]] = {
-    None: (0, 0, 0),
-    "sgd": (0, 3, 0),
-    "momentum": (1, 5, 0),
-    "adamw": (2, 7, 0),
-    "adamw_foreach": (2, 20, 1),
-    "adamw_on_cpu": (0, 0, 0),
-}
-_TO_THE_CPU = 2  # gradients and parameters are copied there, and parameters back at the same time
-_CLIPPING = 3  # gradients are read for their norm, read and written for the factor
 _GRADIENT_PASSES = 3  # backward multiplies twice where forward multiplies once
 
 
@@ -101,11 +88,8 @@ class Plan(GraphReport):
     @property
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer's memory traffic, and of clipping gradients, on the slowest rank."""
-        _, traffic, _ = _OPTIMIZERS[self.optimizer]
-        traffic += _CLIPPING * self.clips_gradients
-        sustained = self.hardware.memory_bandwidth * self.hardware.memory_efficiency / self.conditions.straggler
-        over_link = _TO_THE_CPU * self._trained_nbytes / self.hardware.host.bandwidth
-        return traffic * self._trained_nbytes / sustained + (over_link if self.optimizer == "adamw_on_cpu" else 0.0)
+        clips, straggler = self.clips_gradients, self.conditions.straggler
+        return optimizer_seconds(self.optimizer, self._trained_nbytes, self.hardware, clips=clips, straggler=straggler)
 
     @property
     def step_seconds(self) -> float:
@@ -142,9 +126,8 @@ class Plan(GraphReport):
         """Return the bytes of each category where the most are held; "optimizer" is its state."""
         found = [view.memory for view in self._views if view.memory is not None]
         highest = max(found, key=lambda memory: memory.peak)
-        kept, _, _ = _OPTIMIZERS[self.optimizer]
         parts: dict[str, int] = {category: nbytes for category, nbytes in highest.by_category.items()}
-        if state := kept * self._trained_nbytes:
+        if state := OPTIMIZERS[self.optimizer].kept * self._trained_nbytes:
             parts["optimizer"] = state
         return parts
 
@@ -159,8 +142,8 @@ class Plan(GraphReport):
 
     def step(self) -> Step:
         """Return what a step allocates and frees."""
-        kept, _, temporaries = _OPTIMIZERS[self.optimizer]
-        return planned_step(self.traced.graphs, self.traced.context, kept, temporaries)
+        traffic = OPTIMIZERS[self.optimizer]
+        return planned_step(self.traced.graphs, self.traced.context, traffic.kept, traffic.temporaries)
 
     @property
     def fits(self) -> bool:
@@ -254,8 +237,8 @@ def plan(
         All that :func:`graph_fsdp.planning.trace` raises.
     """
     described, conditions = find_hardware(hardware), Conditions(straggler, contention)
-    if optimizer not in _OPTIMIZERS:
-        known = ", ".join(map(repr, _OPTIMIZERS))
+    if optimizer not in OPTIMIZERS:
+        known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer: {optimizer!r} is not known; known are {known}")
     passes = compile_options.pop("passes", None)
     if passes is None:

@@ -56,6 +56,7 @@ def report_data(
     scheduled = [view.scheduled() for view in drawn]
     timelines = {v: timeline_data(begin, s, spec) for v, (begin, s) in zip(drawn, in_a_row(scheduled), strict=True)}
     found = lives(spec, [(0, s.graph) for s in scheduled]) if drawn else {}
+    step = report.step_predicted()
 
     def graph(view: GraphView) -> Data:
         return {**graph_data(view), "timeline": timelines.get(view), "stages": stage_data(view) if stages else []}
@@ -66,6 +67,7 @@ def report_data(
         "world_size": spec.world_size,
         "replicas": spec.replicas,
         "units": unit_data(spec),
+        "step": step.lines() if step is not None else [],
         **{name: getattr(report, name) for name in _COUNTS},
         "captures": [
             {

@@ -118,6 +118,7 @@ class SavedReport(Printed):
             title=f"graph_fsdp: {report['parameters']} parameters on {ranks} ranks",
             error=self.error,
             causes=[f"graph {c['index']} was captured because {c['cause']}" for c in captures[1:]],
+            step="\n".join(report.get("step", ())),
             timed=any(graph["timeline"] for graph in graphs),
             style=style,
             script="\n".join(script),

@@ -19,6 +19,7 @@ from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import FIRST_CALL, Cause
 from graph_fsdp.passes.analysis.kernels import packet
 from graph_fsdp.passes.analysis.memory import MemoryProfile
+from graph_fsdp.passes.analysis.optimizers import Stepping
 from graph_fsdp.passes.analysis.simulate import Timeline, seconds_beside, simulate
 from graph_fsdp.passes.context import PassError, VerificationError
 from graph_fsdp.passes.ir import dialect
@@ -31,6 +32,7 @@ from graph_fsdp.report import text as report_text
 from graph_fsdp.report.data import BucketRow, bucket_rows, graph_data, report_data, stage_diff
 from graph_fsdp.report.file import SavedReport, write_text
 from graph_fsdp.report.provenance import ParameterLife, lives, not_there
+from graph_fsdp.report.step import PredictedStep, predicted_step
 from graph_fsdp.report.trace_events import ScheduledGraph, predicted_trace
 from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
@@ -213,6 +215,8 @@ class GraphReport(report_text.Printed):
         self.collectives: dict[str, int] = dict(engine.counter.collectives)
         self.regions: int = engine.regions.regions
         self.compiled_regions: int = engine.regions.compiled
+        self.stepping: dict[str, Stepping] = dict(engine.updates.stepping)  # parameter → what steps it
+        self.ahead: frozenset[str] = engine.updates.ahead  # units that an optimizer's step gathers
 
     def latest(self, phase: Phase) -> GraphView:
         """Return the latest captured graph of a phase. Raises LookupError where there is none."""
@@ -220,6 +224,16 @@ class GraphReport(report_text.Printed):
             if captured.stages[phase]:
                 return captured.views[phase]
         raise LookupError(f"no {phase} graph was captured yet; run the model once, then inspect it")
+
+    def step_predicted(self) -> PredictedStep | None:
+        """Predict a whole step of the latest forward and backward graph and of the optimizers that were given to
+        ``distribute_optimizer``; None before there are both, and without a cost model."""
+        for captured in reversed(self.graphs):
+            timed = {view.phase: view.scheduled() for view in captured.ran if view.timeline is not None}
+            if {"forward", "backward"} <= timed.keys():
+                graphs = [timed["forward"], timed["backward"]]
+                return predicted_step(graphs, self.spec, self.stepping, self.ahead)
+        return None
 
     def find(self, parameter: str) -> ParameterLife:
         """Follow one parameter, by its name in ``named_parameters()``: where in the latest graphs its shard goes in, is
@@ -245,7 +259,9 @@ class GraphReport(report_text.Printed):
         scheduled = [view.scheduled() for view in self._latest_run()]
         cost = scheduled[0].cost
         title = f"predicted on {cost.hardware.name}, one of {self.spec.world_size * self.spec.replicas} ranks"
-        write_text(path, json.dumps(predicted_trace(scheduled, self.spec, title)))
+        step = self.step_predicted() if scheduled[-1].graph.phase == "backward" else None
+        others = step.slices() if step is not None else ()
+        write_text(path, json.dumps(predicted_trace(scheduled, self.spec, title, others)))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the report to a file, by its suffix.

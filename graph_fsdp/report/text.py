@@ -87,6 +87,8 @@ def report_parts(data: Data) -> Iterator[RenderableType]:
         else:
             passes = (f"{graph['phase']} graph after {', '.join(graph['passes'])}" for graph in capture["graphs"])
             yield from map(Text, ["", *passes])
+    if data.get("step"):  # a file of before has none
+        yield from map(Text, ["", *data["step"]])
 
 
 def _capture_parts(capture: Data) -> Iterator[RenderableType]:

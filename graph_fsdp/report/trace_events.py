@@ -14,7 +14,7 @@ may have taken longer. Each slice says which of the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -114,9 +114,11 @@ def in_a_row(graphs: Sequence[ScheduledGraph]) -> Iterator[tuple[float, Schedule
     return zip(accumulate((g.timeline.seconds for g in graphs), initial=0.0), graphs, strict=False)
 
 
-def predicted_trace(graphs: Sequence[ScheduledGraph], spec: ModelSpec, title: str) -> dict[str, Any]:
-    """Lay out the graphs in a row on one time axis, with each node that takes time and the bytes held."""
-    slices = list(predicted_slices(graphs, spec))
+def predicted_trace(
+    graphs: Sequence[ScheduledGraph], spec: ModelSpec, title: str, others: Iterable[Slice] = ()
+) -> dict[str, Any]:
+    """Lay out the graphs in a row on one time axis, with each node that takes time, the bytes held, and ``others``."""
+    slices = [*predicted_slices(graphs, spec), *others]
     counters: list[tuple[float, Mapping[str, int]]] = []
     for begin, scheduled in in_a_row(graphs):
         slices += computations(begin, scheduled)
