@@ -172,6 +172,7 @@ class Engine:
                 self.wait_before_forward.wait()
                 self.wait_before_forward = None
             self.unsharded.before_forward(self.settings, self.updates.ahead)
+            stack.callback(self.unsharded.after_forward)
             if self.settings.unsharded != self.unsharded.units:
                 self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
             inputs = self.unsharded.watched(self.storage.inputs_after_refresh())

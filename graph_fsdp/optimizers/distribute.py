@@ -60,10 +60,10 @@ def distribute_optimizer(
             ``fused``, ``capturable`` and ``differentiable``. Pinned memory of the CPU has as many bytes as this rank's
             shards, twice.
         gather_ahead: so many units, the first in the order of the model's parameters, are stepped first. ``step()``
-            then starts to gather them for the next forward, and steps the others meanwhile. They stay whole to the end
-            of the next backward, which does not gather them again; their bytes are held until then. If a shard changes
-            between ``step()`` and the forward, on all ranks, the forward gathers it again; writes through ``.data`` are
-            not seen. An evaluation gives them back. Forwards begin so until another optimizer steps one of the same
+            then starts to gather them for the next forward, and steps the others meanwhile. They are whole to the end
+            of that forward, which saves what its backward reads of them, as activations are. If a shard changes between
+            ``step()`` and the forward, on all ranks, the forward gathers it again; writes through ``.data`` are not
+            seen. An evaluation gives them back. Forwards begin so until another optimizer steps one of the same
             parameters or is distributed with them, or this one is given here again with another number: 0 ends it. For
             torch's element-wise classes.
         element_wise: True declares that an optimizer of another class treats each element by itself, as Lion does: what

@@ -5,8 +5,9 @@
   backward of the model, whatever FSDP2's ``reshard_after_forward`` says.
 - A unit with ``set_reshard_after_backward(False)``: from its next forward with gradients on, over backwards.
 - A unit with ``set_reshard_after_forward(False)``: from its next forward without gradients, to the end of a backward.
-- A unit that an optimizer gathers ahead: from its step, or the next forward with gradients on, to the end of a
-  backward. A forward gives it back first where a shard has changed in between, or gradients are off.
+- A unit that an optimizer gathers ahead: from its step, or the next forward with gradients on, to the end of that
+  forward. What backward reads of it is saved for it, as activations are. A forward gives it back first where a shard
+  has changed in between, or gradients are off.
 - What :func:`unsharded` gathered, in the dtype of the shards: to the end of its block.
 
 While a unit is whole, its modules hold plain parameters, which the model's graphs take; optimizers still hold the
@@ -164,6 +165,11 @@ class UnshardedUnits:
             self.finish(unit)
         for unit in (unit for unit in self.members if unit in self.units):
             self.check_fresh(unit)
+
+    def after_forward(self) -> None:
+        """Give back what was gathered for this forward alone."""
+        for unit in (unit for unit in self.members if unit in self._for_forward):
+            self.reshard(unit)
 
     def note_versions(self, unit: str) -> None:
         """Take what the shards of a unit hold now for what is gathered."""
