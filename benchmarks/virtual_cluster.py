@@ -25,7 +25,8 @@ line of JSON for each case and implementation instead, as soon as it is there, a
 - floor: of ours, what no order of its kernels and collectives undercuts, by what they depend on
   (``virtual/floor.py``), over what the report's clock says of their order; and the optimizer behind it.
 - exposed: step less compute.
-- predicted: what graph_fsdp's report says of forward and backward, over their virtual seconds.
+- predicted: what graph_fsdp's report says of forward and backward, over their virtual seconds. Of ``ours_ahead``, whose
+  optimizer the model knows, the files have what it says of the whole step, too.
 - disturbed: the step once more (``virtual/replay.py``) where one rank computes ``--straggler`` times slower and, with
   ``--contention``, a running collective takes processors from compute. The host takes no time there.
 
@@ -195,6 +196,7 @@ class Row:
     disturbed_s: float
     predicted_s: float | None = None
     floor_s: float | None = None
+    predicted_step_s: float | None = None
 
     @property
     def bound_s(self) -> float:
@@ -254,6 +256,9 @@ def measure(
             predicted = forward.timeline.seconds + backward.timeline.seconds
             floor *= found.graphs_s / predicted  # in virtual seconds
             found = replace(found, predicted_s=predicted, floor_s=floor + found.step_s - found.graphs_s)
+        if name == AHEAD:
+            step = graph_fsdp.inspect(model).step_predicted()
+            found = replace(found, predicted_step_s=None if step is None else step.seconds)
         del model, optimizer
         torch._dynamo.reset()
         gc.collect()
@@ -269,6 +274,11 @@ def line(name: str, workload: Workload, ranks: int, host: Host, found: Row) -> d
         "bound_ms": found.bound_s,
         "exposed_ms": found.exposed_s,
     }
+    predictions = {
+        "predicted_ms": found.predicted_s,
+        "floor_ms": found.floor_s,
+        "predicted_step_ms": found.predicted_step_s,
+    }
     return {
         "model": workload.name,
         "layers": workload.layers,
@@ -276,8 +286,7 @@ def line(name: str, workload: Workload, ranks: int, host: Host, found: Row) -> d
         "ranks": ranks,
         "implementation": name,
         **{key: round(seconds * 1e3, 4) for key, seconds in times.items()},
-        "predicted_ms": None if found.predicted_s is None else round(found.predicted_s * 1e3, 4),
-        "floor_ms": None if found.floor_s is None else round(found.floor_s * 1e3, 4),
+        **{key: None if seconds is None else round(seconds * 1e3, 4) for key, seconds in predictions.items()},
         "graphs_ms": round(found.graphs_s * 1e3, 4),
         "peak_bytes": found.peak_bytes,
         "host": host,
