@@ -228,7 +228,7 @@ class GraphReport(report_text.Printed):
     def step_predicted(self) -> PredictedStep | None:
         """Predict a whole step of the latest forward and backward graph and of the optimizers that were given to
         ``distribute_optimizer``; None before there are both, and without a cost model."""
-        for captured in reversed(self.graphs):
+        for captured in reversed(self.graphs if self.stepping else []):
             timed = {view.phase: view.scheduled() for view in captured.ran if view.timeline is not None}
             if {"forward", "backward"} <= timed.keys():
                 graphs = [timed["forward"], timed["backward"]]

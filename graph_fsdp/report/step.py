@@ -81,11 +81,9 @@ class PredictedStep:
 
 def predicted_step(
     scheduled: Sequence[ScheduledGraph], spec: ModelSpec, stepping: Mapping[str, Stepping], ahead: frozenset[str]
-) -> PredictedStep | None:
+) -> PredictedStep:
     """Predict a step of these graphs and of ``stepping``: parameter → what steps it. ``ahead`` has the units whose
-    gathers begin in the step. None where nothing is known to step the model."""
-    if not stepping:
-        return None
+    gathers begin in the step."""
     cost = scheduled[0].cost
     by: dict[Stepping, list[str]] = {}
     for name, p in spec.parameters.items():
