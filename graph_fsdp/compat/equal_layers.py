@@ -1,16 +1,17 @@
 """Dynamo traces one of a model's equal layers, and its nodes are copied for the others.
 
 [Note: equal layers in Dynamo]
-While Dynamo traces the call of a layer, it is noted which nodes the call adds to the graph, which inputs, and which
-guards on what belongs to the layer. A later call, of another layer of the same class, gets copies of these if a trace of
-it would give the same:
+While Dynamo traces the call of a layer, it is noted which nodes and inputs the call adds to the graph, and which
+guards are on what belongs to the layer. A later call, of another layer of the same class, gets copies of these if a
+trace of it would give the same:
 
 - It is called at the same line, under the same context managers, with arguments that are alike, and equal where they
   are no tensors.
 - Each guard on something of the first layer holds for the same thing of the other one (``layer_guards.py``). Dynamo
   guards on all that it reads.
-- Nothing in the frame has changed an object that was there before, and the call has added nothing to what Dynamo keeps
-  but nodes, guards and inputs.
+- The call changes no object that was there before it, and reads no attribute that the frame has changed: Dynamo has no
+  guard on these. Between the calls no such object was changed. Nor has the call added to what Dynamo keeps anything but
+  nodes, guards and inputs.
 
 Otherwise Dynamo traces the call, as without this. A copy has the guards of a trace, on the other layer, so that the
 graph is stale when any of the layers is changed. torch's ``nested_compile_region`` reuses graphs under about the same
@@ -29,9 +30,10 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import LocalSource
 from torch._dynamo.utils import get_fake_value, set_example_value
 from torch._dynamo.variables import ConstantVariable, ListVariable, SymNodeVariable, TensorVariable, TupleVariable
-from torch._dynamo.variables import base as variables
+from torch._dynamo.variables.base import AttributeMutationNew, MutationType, ValueMutationNew
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable, record_nn_module_stack
@@ -42,23 +44,23 @@ from graph_fsdp.compat.layer_guards import Counterparts, Differs, LayerGuards, i
 log = logging.getLogger(__name__)
 
 # torch 2.9 has no values of sources.
-SUPPORTED = hasattr(Source, "get_value") and hasattr(variables, "MutationType")
+EQUAL_LAYERS = hasattr(Source, "get_value")
 
 _TRACES = 4  # kept of one call: beyond, layers that differ from all of them are traced as ever
 
-_NewValue, _NewAttributes = variables.ValueMutationNew, variables.AttributeMutationNew
+_NEW = (ValueMutationNew, AttributeMutationNew)  # of objects that the frame has made
 
 
 class EqualLayers:
     """Holds the traces of a frame while Dynamo traces it. ``classes``: those of layers of which one is traced."""
 
     def __init__(self, classes: frozenset[type[nn.Module]]) -> None:
-        self.classes = classes if SUPPORTED else frozenset()
+        self.classes = classes if EQUAL_LAYERS else frozenset()
         self.copied = 0  # layers, in all frames
         self._output: Any = None
-        self._traces: dict[Any, list[_Trace]] = {}
-        self._changed = False  # an object that was there before
-        self._created: dict[int, Any] | None = None  # by the call that is recorded: mutation types of objects, by id
+        self._traces: dict[Any, list[_Trace | None]] = {}  # None: of a call that cannot be copied
+        self._lists_changed = False  # or dicts, that were there before the frame
+        self._recording: _Recording | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -66,13 +68,9 @@ class EqualLayers:
         if not self.classes:
             yield
             return
-        layer, effects, kind = cast("tuple[Any, Any, Any]", (UnspecializedNNModuleVariable, SideEffects, variables))
-        call, store, mutate, init = (
-            layer.call_function,
-            effects.store_attr,
-            effects.mutation,
-            kind.MutationType.__init__,
-        )
+        layer, effects, kind = cast("tuple[Any, ...]", (UnspecializedNNModuleVariable, SideEffects, MutationType))
+        call, init = layer.call_function, kind.__init__
+        store, load, mutate = effects.store_attr, effects.load_attr, effects.mutation
 
         def call_function(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             return self._call(functools.partial(call, module, tx, args, kwargs), module, tx, args, kwargs)
@@ -81,34 +79,41 @@ class EqualLayers:
             self._note_change(effects, item)
             return store(effects, item, *args, **kwargs)
 
+        def load_attr(effects: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._recording is not None:
+                self._recording.note(item)
+            return load(effects, item, *args, **kwargs)
+
         def mutation(effects: Any, item: Any) -> Any:
             self._note_change(effects, item)
+            own = isinstance(item.source, LocalSource) and item.source.is_varkw  # nothing else has the dict
+            self._lists_changed |= not (own or isinstance(item.mutation_type, _NEW))
             return mutate(effects, item)
 
         def created(mutation_type: Any, *args: Any, **kwargs: Any) -> None:
             init(mutation_type, *args, **kwargs)
-            if self._created is not None:
-                self._created[id(mutation_type)] = mutation_type
+            if self._recording is not None:
+                self._recording.created[id(mutation_type)] = mutation_type
 
         try:
-            layer.call_function, effects.store_attr, effects.mutation = call_function, store_attr, mutation
-            kind.MutationType.__init__ = created
+            layer.call_function, kind.__init__ = call_function, created
+            effects.store_attr, effects.load_attr, effects.mutation = store_attr, load_attr, mutation
             yield
         finally:
-            layer.call_function, effects.store_attr, effects.mutation = call, store, mutate
-            kind.MutationType.__init__ = init
+            layer.call_function, kind.__init__ = call, init
+            effects.store_attr, effects.load_attr, effects.mutation = store, load, mutate
             self._output, self._traces = None, {}
 
     def _enter(self, output: Any) -> None:
         if output is not self._output:
-            self._output, self._traces, self._changed = output, {}, False
+            self._output, self._traces, self._lists_changed = output, {}, False
 
     def _note_change(self, effects: Any, item: Any) -> None:
-        """Note that an object is changed, unless it was made in this frame, and by the call that is recorded, if any."""
         self._enter(effects.output_graph_weakref())
-        changed = item.mutation_type
-        new = isinstance(changed, (_NewValue, _NewAttributes))
-        self._changed |= not (new and (self._created is None or id(changed) in self._created))
+        if self._recording is not None:
+            self._recording.note(item)
+        if not isinstance(item.mutation_type, _NEW):
+            self._traces.clear()
 
     def _call(self, call: Callable[[], Any], module: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         output = tx.output
@@ -116,8 +121,8 @@ class EqualLayers:
         if (
             type(module.value) not in self.classes
             or module.source is None
-            or self._changed
-            or self._created is not None
+            or self._lists_changed
+            or self._recording is not None
             or output.current_tracer.parent is not None
             or output.export
         ):
@@ -129,8 +134,8 @@ class EqualLayers:
         except (Differs, TypeError) as reason:
             log.debug("%s is not compared with other layers: %s", module.source.name, reason)
             return call()
-        traces = self._traces.setdefault(key, [])
-        for trace in traces:
+        traces = self._traces.get(key, [])
+        for trace in filter(None, traces):
             try:
                 counterparts = Counterparts(output, trace.guards.source, module.source)
                 trace.guards.check(module.value, counterparts)
@@ -139,23 +144,24 @@ class EqualLayers:
                 continue
             self.copied += 1
             return trace.copy(tx, module, given, counterparts)
-        return call() if len(traces) == _TRACES else self._recorded(call, module, tx, given, traces)
+        if len(traces) == _TRACES:
+            return call()
+        result, made = self._recorded(call, module, tx, given)
+        self._traces.setdefault(key, []).append(made)
+        return result
 
-    def _recorded(self, call: Callable[[], Any], module: Any, tx: Any, given: _Given, traces: list[_Trace]) -> Any:
-        recording = _Recording(module, tx, given)
-        self._created = {}
+    def _recorded(self, call: Callable[[], Any], module: Any, tx: Any, given: _Given) -> tuple[Any, _Trace | None]:
+        recording = self._recording = _Recording(module, tx, given)
         try:
             with recording.names():
                 result = call()
         finally:
-            self._created = None
+            self._recording = None
         try:
-            if self._changed:
-                raise Differs("an object changes that was there before")
-            traces.append(recording.trace(result))
+            return result, recording.trace(result)
         except Differs as reason:
             log.debug("%s is not copied for other layers: %s", module.source.name, reason)
-        return result
+            return result, None
 
 
 def _surroundings(tx: Any) -> tuple[Any, ...]:
@@ -233,7 +239,14 @@ class _Recording:
         self._placeholders = set(self._output.placeholders)
         self._calls = dict(tx.num_calls)
         self._kept, self._written = self._counts(), self._versions()
-        self._renamed: list[tuple[fx.Node, fx.Node, str]] = []  # behind which node, which, as what
+        self._renamed: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
+        self.created: dict[int, Any] = {}  # mutation types of the objects that the call makes, by id
+        self._outside: str | None = None
+
+    def note(self, item: Any) -> None:
+        """Note that the call changes an object, or reads an attribute of it that has changed."""
+        if id(item.mutation_type) not in self.created or not isinstance(item.mutation_type, _NEW):
+            self._outside = type(item).__name__ if item.source is None else item.source.name
 
     def _last(self) -> fx.Node:
         return cast(fx.Node, self._graph._root._prev)
@@ -256,7 +269,7 @@ class _Recording:
 
         def renamed(node: fx.Node, candidate: str) -> None:
             if node.graph is self._graph:
-                self._renamed.append((self._last(), node, candidate))
+                self._renamed.setdefault(self._last(), []).append((node, candidate))
             rename(node, candidate)
 
         patched = cast(Any, fx.Node)
@@ -268,6 +281,8 @@ class _Recording:
 
     def trace(self, result: Any) -> _Trace:
         """Return what can be copied. Raises Differs if that is not all that the call has done."""
+        if self._outside is not None:
+            raise Differs(f"{self._outside} changes, or has changed")
         if self._counts() != self._kept:
             raise Differs("the call has left more than nodes")
         nodes, inputs = self._nodes(), self._inputs()
@@ -287,6 +302,7 @@ class _Recording:
             run=self._run(nodes, returned),
             inputs=inputs,
             renamed=self._renamed,
+            named={node for renamed in self._renamed.values() for node, _ in renamed},
             calls={name: (before, after) for name, (before, after) in calls.items() if before != after},
             guards=guards,
             result=returned,
@@ -369,10 +385,13 @@ def _result(variable: Any, known: set[fx.Node]) -> Any:
 
 @dataclass(frozen=True)
 class _Trace:
-    """Holds what the call of a layer has added to the graph. ``run``: nodes whose operators
-    are run for each copy, as their values lie in memory that is seen outside; the values of others are shared by copies.
-    ``inputs``: placeholders with their sources. ``renamed``: behind which node, which one, as what. ``calls``: how often
-    modules had been called before and after, by name."""
+    """Holds what the call of a layer has added to the graph.
+
+    ``run``: nodes whose operators are run for each copy, as their values lie in memory that is seen outside; the values
+    of others are shared by copies. ``inputs``: placeholders with their sources. ``renamed``: by the node behind which
+    it was done, what was renamed as what; ``named``: all that was. ``calls``: how often modules had been called before
+    and after, by name.
+    """
 
     name: str
     given: _Given
@@ -380,7 +399,8 @@ class _Trace:
     nodes: list[fx.Node]
     run: set[fx.Node]
     inputs: list[tuple[fx.Node, Source]]
-    renamed: list[tuple[fx.Node, fx.Node, str]]
+    renamed: dict[fx.Node, list[tuple[fx.Node, str]]]
+    named: set[fx.Node]
     calls: dict[str, tuple[int, int]]
     guards: LayerGuards
     result: Any
@@ -394,19 +414,22 @@ class _Trace:
         for node, source in self.inputs:
             there = counterparts.source(source)
             lines = list(self.guards.lines(source))
+            number = len(output.graph.nodes)
             with TracingContext.patch(frame_summary_stack=lines, loc_in_frame=None):  # what guards say of themselves
                 placed[node] = VariableBuilder(tx, there)(counterparts.value(there)).as_proxy().node
-            placed[node].meta.update(stacks.origin(node))
-        renames: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
-        for behind, node, candidate in self.renamed:
-            renames.setdefault(behind, []).append((node, candidate))
+            if len(output.graph.nodes) != number:  # else it is tied to an earlier one
+                placed[node].meta.update(stacks.origin(node))
+        variables = dict(zip(self.given.nodes, given.variables, strict=True))
         for node in (self.start, *self.nodes):
             if node is not self.start:
                 placed[node] = self._copied(node, placed, stacks, tx)
-            for renamed, candidate in renames.get(node, ()):
-                placed.get(renamed, renamed)._rename(candidate)
+            for renamed, candidate in self.renamed.get(node, ()):
+                if renamed in variables:  # an argument, which may have a name by now
+                    variables[renamed].set_name_hint(candidate)
+                elif renamed in placed:
+                    placed[renamed]._rename(candidate)
         stacks.count()
-        return self._returned(self.result, placed, dict(zip(self.given.nodes, given.variables, strict=True)), tx)
+        return self._returned(self.result, placed, variables, tx)
 
     def _copied(self, node: fx.Node, placed: dict[fx.Node, fx.Node], stacks: _ModuleStacks, tx: Any) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: placed.get(read, read))
@@ -427,10 +450,11 @@ class _Trace:
             return ConstantVariable.create(*result)
         if isinstance(result, list):
             kind, *items = result
-            return kind([self._returned(item, placed, given, tx) for item in items], mutation_type=_NewValue())
+            return kind([self._returned(item, placed, given, tx) for item in items], mutation_type=ValueMutationNew())
         if result not in given:
             proxy = fx.Proxy(placed[result], tx.output.current_tracer)
             given[result] = wrap_fx_proxy(tx, proxy, example_value=proxy.node.meta.pop("example_value"))
+            given[result]._is_name_set = result in self.named
         return given[result]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.source import TypeSource
 from torch._guards import Guard, Source
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
@@ -60,6 +61,14 @@ def is_under(source: Source, layer: Source) -> bool:
     return True
 
 
+def _is_of_a_class(source: Source) -> bool:
+    while not isinstance(source, TypeSource) and getattr(source, "member", "") != "__class__":
+        if (base := getattr(source, "base", None)) is None:
+            return False
+        source = base
+    return True
+
+
 class Counterparts:
     """Finds what another layer has in the places of what a layer has, by sources in the frame that is traced.
     ``layer``, ``other``: their sources."""
@@ -70,12 +79,19 @@ class Counterparts:
         self._sources = {layer: other}
 
     def source(self, of: Source) -> Source:
-        """Return the source of the same thing of the other layer. ``of`` is under the layer's."""
+        """Return the source of the same thing of the other layer; of what is not the layer's the source itself."""
         found = self._sources.get(of)
         if found is None:
-            base = self.source(of.base)  # type: ignore[attr-defined]
-            found = self._sources[of] = dataclasses.replace(of, base=base)  # type: ignore[type-var]
+            found = of
+            base = getattr(of, "base", None)
+            if base is not None and (there := self.source(base)) is not base:
+                found = dataclasses.replace(of, base=there)  # type: ignore[type-var]
+            self._sources[of] = found
         return found
+
+    def argument(self, of: Any) -> Any:
+        """Return what a guard on the other layer keeps in the place of what one on the layer keeps."""
+        return self.source(of) if isinstance(of, Source) else of
 
     def value(self, source: Source) -> Any:
         """Return the value of a source. Raises Differs if there is none."""
@@ -108,10 +124,13 @@ class LayerGuards:
         for guard in output.guards:
             read = guard.originating_source
             if is_under(read, source):
-                _check_arguments(guard)
                 self._reads.append(_Read(guard, values.value(read)))
+            elif any(is_under(other, source) for other in _arguments(guard, Source)):
+                raise Differs(f"{read.name} is guarded to be something of the layer")
             elif hasattr(read, "base") and id(values.value(read)) in own:
                 raise Differs(f"{read.name} is another name of something of the layer")
+            if unknown := _arguments(guard, object, but=(*_CONSTANTS, Source)):
+                raise Differs(f"a guard {guard.create_fn_name()} on {guard.name} keeps a {type(unknown[0]).__name__}")
         self._ordered = [read for read in output.guard_on_key_order if is_under(read, source)]
 
     def tensors(self) -> Iterator[Source]:
@@ -136,28 +155,35 @@ class LayerGuards:
         for read in self._reads:
             there = counterparts.source(read.guard.originating_source)
             outside = read.guard.create_fn_name() in _OF_THE_OUTSIDE
-            if not _same(read.value, counterparts.value(there), pairs, outside=outside):
+            value = counterparts.value(there)
+            equal = _same(read.value, value, pairs, outside=outside)
+            for other in _arguments(read.guard, Source):  # a guard that both are one
+                equal &= counterparts.value(counterparts.source(other)) is value
+            if not equal:
                 raise Differs(f"{there.name} is not what {read.guard.originating_source.name} is")
 
     def install(self, output: Any, counterparts: Counterparts) -> None:
-        """Guard another layer likewise. Tensors are guarded where they become inputs of the graph."""
+        """Guard another layer likewise. Tensors are guarded where they become inputs of the graph; what belongs to a
+        class is guarded already, and so is that a module is of it."""
         for read in self._reads:
-            if not isinstance(read.value, torch.Tensor):
-                guard = read.guard
-                there = counterparts.source(guard.originating_source)
-                copy = Guard(there, guard.create_fn, user_stack=guard.user_stack)
+            if not isinstance(read.value, torch.Tensor) and not _is_of_a_class(read.guard.originating_source):
+                there, made = counterparts.source(read.guard.originating_source), read.guard.create_fn
+                if isinstance(made, functools.partial):
+                    keywords = {name: counterparts.argument(kept) for name, kept in made.keywords.items()}
+                    made = functools.partial(made.func, *map(counterparts.argument, made.args), **keywords)
+                copy = Guard(there, made, user_stack=read.guard.user_stack)
                 output.guards.add(copy, collect_debug_stack=False)
         for ordered in self._ordered:
             output.guard_on_key_order.add(counterparts.source(ordered))
 
 
-def _check_arguments(guard: Guard) -> None:
-    """Raise Differs if a guard keeps something of its layer, other than a tensor's."""
+def _arguments(guard: Guard, kind: type, but: tuple[type, ...] = ()) -> list[Any]:
+    """Return what of a kind a guard keeps beside its source, other than a tensor's metadata."""
     made = guard.create_fn
-    if isinstance(made, functools.partial) and guard.create_fn_name() != "TENSOR_MATCH":
-        for argument in (*made.args, *made.keywords.values()):
-            if not isinstance(argument, _CONSTANTS):
-                raise Differs(f"a guard {guard.create_fn_name()} on {guard.name} keeps a {type(argument).__name__}")
+    if not isinstance(made, functools.partial) or guard.create_fn_name() == "TENSOR_MATCH":
+        return []
+    kept = (*made.args, *made.keywords.values())
+    return [argument for argument in kept if isinstance(argument, kind) and not isinstance(argument, but)]
 
 
 def _same(one: Any, other: Any, pairs: Mapping[int, nn.Module], *, outside: bool = False) -> bool:
