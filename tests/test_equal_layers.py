@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -90,6 +90,11 @@ class Checkpointed(Model):
         return x
 
 
+class CheckpointsItself(Layer):
+    def forward(self, x: Tensor, skip: Tensor | None = None, *, shifted: bool = False) -> tuple[Tensor, Tensor | None]:
+        return checkpoint(super().forward, x, skip, shifted=shifted, use_reentrant=False)
+
+
 class CollectsResults(Model):
     def forward(self, x: Tensor) -> Tensor:
         results = []
@@ -143,7 +148,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "keeps what it saw": (lambda: Model(KeepsWhatItSaw), 0),
     "told its place": (ToldItsPlace, 0),
     "under contexts": (UnderContexts, 0),
-    "checkpointed": (Checkpointed, 0),
+    "checkpointed": (Checkpointed, 3),
+    "checkpoints itself": (lambda: Model(CheckpointsItself), 3),
     "collects results": (CollectsResults, 3),
     "another dropout": (changed(with_another_dropout), 2),
     "tied weight": (changed(with_a_tied_weight), 3),
@@ -177,7 +183,7 @@ def text_of(graph: fx.GraphModule) -> list[str]:
     """All that Dynamo says of a graph: names, arguments, values, lines and modules."""
     numbers: dict[str, int] = {}
     lines = []
-    for node in graph.graph.nodes:
+    for node in _nodes(graph):
         modules = []
         for key, (path, kind) in node.meta.get("nn_module_stack", {}).items():
             module, _, call = key.partition("@")
@@ -186,8 +192,18 @@ def text_of(graph: fx.GraphModule) -> list[str]:
         source = argument.source.name if argument is not None else ""
         value = described(node.meta.get("example_value"))
         where = node.meta.get("stack_trace"), node.meta.get("source_fn_stack"), sorted(node.meta)
-        lines.append(f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs} {value} {source} {modules} {where}")
+        lines.append(
+            f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs} {value} {source} {modules} {where}"
+        )
     return lines
+
+
+def _nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """Those of a graph and of the graphs in it."""
+    for node in graph.graph.nodes:
+        yield node
+        if node.op == "get_attr":
+            yield from _nodes(getattr(graph, str(node.target)))
 
 
 def described(value: Any) -> Any:
@@ -221,7 +237,7 @@ pytestmark = pytest.mark.skipif(not compat.EQUAL_LAYERS, reason="this torch has 
 @pytest.mark.parametrize("case", CASES)
 def test_graph_is_that_of_a_whole_trace(case: str) -> None:
     make, copied = CASES[case]
-    classes = {Layer, KeepsWhatItSaw, WritesToItsInput}
+    classes = {Layer, KeepsWhatItSaw, WritesToItsInput, CheckpointsItself}
     assert check_equal(make, classes, INPUTS) == (1, copied)
 
 
