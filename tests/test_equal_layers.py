@@ -1,4 +1,4 @@
-"""Dynamo traces one of equal layers: its graph is that of a whole trace, and is stale when any of the layers changes."""
+"""Dynamo traces one of equal layers: its graph is a whole trace's, and is stale when any of the layers changes."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 def compiled(model: nn.Module, graphs: list[fx.GraphModule], classes: set[type[nn.Module]]) -> Callable[..., Any]:
-    """The model compiled by Dynamo, with one of the layers of ``classes`` traced; ``copied`` says of how many others."""
+    """The model compiled by Dynamo, with one of the layers of ``classes`` traced. It has the ``EqualLayers``."""
 
     def backend(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         graphs.append(graph)

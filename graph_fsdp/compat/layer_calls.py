@@ -15,7 +15,8 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
 
-from graph_fsdp.compat.layer_copies import CHECKPOINT, LayerTrace, check_body, fresh, name_in_stacks
+from graph_fsdp.compat.dynamo import CHECKPOINT
+from graph_fsdp.compat.layer_copies import LayerTrace, check_body, fresh, name_in_stacks
 from graph_fsdp.compat.layer_guards import Differs, LayerGuards, is_under, tensor_facts
 
 NEW = (ValueMutationNew, AttributeMutationNew)  # of objects that the frame has made

@@ -15,9 +15,8 @@ from torch._dynamo.variables.nn_module import record_nn_module_stack
 from torch._guards import Source, TracingContext
 from torch._ops import HigherOrderOperator
 
+from graph_fsdp.compat.dynamo import CHECKPOINT
 from graph_fsdp.compat.layer_guards import Counterparts, Differs, LayerGuards, modules_of
-
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 @dataclass(frozen=True)
