@@ -157,7 +157,7 @@ class _ModuleStacks:
 
     def origin(self, node: fx.Node) -> dict[str, Any]:
         """Return the metadata of a node's copy that says where it comes from."""
-        found = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+        found: dict[str, Any] = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
         if (stack := found.get("nn_module_stack")) is not None:
             for key in stack.keys() - self._made.keys():
                 self._made[key] = self._replaced(key, *stack[key])

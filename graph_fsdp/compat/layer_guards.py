@@ -8,7 +8,7 @@ import functools
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ class Counterparts:
             found = of
             base = getattr(of, "base", None)
             if base is not None and (there := self.source(base)) is not base:
-                found = dataclasses.replace(of, base=there)  # type: ignore[type-var]
+                found = dataclasses.replace(cast(Any, of), base=there)
             self._sources[of] = found
         return found
 
