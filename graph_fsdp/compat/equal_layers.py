@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -60,67 +61,46 @@ class EqualLayers:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Trace one of equal layers in each frame that Dynamo traces in this context."""
+        """Trace one of equal layers in each frame that Dynamo traces in this context, in this thread."""
         if not self.classes:
             yield
             return
-        layer, effects, kind = cast("tuple[Any, ...]", (UnspecializedNNModuleVariable, SideEffects, MutationType))
-        around = cast(Any, CheckpointHigherOrderVariable)
-        call, init, call_checkpointed = layer.call_function, kind.__init__, around._call_function
-        store, load, mutate = effects.store_attr, effects.load_attr, effects.mutation
-
-        def call_function(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            return self._call(functools.partial(call, module, tx, args, kwargs), module, tx, args, kwargs)
-
-        def call_function_checkpointed(checkpoint: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            module = args[0].realize() if isinstance(args[0], LazyVariableTracker) else args[0]
-            called = functools.partial(call_checkpointed, checkpoint, tx, args, kwargs)
-            if type(module) is not UnspecializedNNModuleVariable:
-                return called()
-            return self._call(called, module, tx, args[1:], kwargs, checkpointed=True)
-
-        def store_attr(effects: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_change(effects, item)
-            return store(effects, item, *args, **kwargs)
-
-        def load_attr(effects: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._recording is not None:
-                self._recording.note(item)
-            return load(effects, item, *args, **kwargs)
-
-        def mutation(effects: Any, item: Any) -> Any:
-            self._note_change(effects, item)
-            own = isinstance(item.source, LocalSource) and item.source.is_varkw  # nothing else has the dict
-            self._lists_changed |= not (own or isinstance(item.mutation_type, NEW))
-            return mutate(effects, item)
-
-        def created(mutation_type: Any, *args: Any, **kwargs: Any) -> None:
-            init(mutation_type, *args, **kwargs)
-            if self._recording is not None:
-                self._recording.created[id(mutation_type)] = mutation_type
-
+        _install()
+        before = _present()
+        _thread.layers = self
         try:
-            layer.call_function, kind.__init__ = call_function, created
-            around._call_function = call_function_checkpointed
-            effects.store_attr, effects.load_attr, effects.mutation = store_attr, load_attr, mutation
             yield
         finally:
-            layer.call_function, kind.__init__, around._call_function = call, init, call_checkpointed
-            effects.store_attr, effects.load_attr, effects.mutation = store, load, mutate
+            _thread.layers = before
             self._output, self._traces = None, {}
 
     def _enter(self, output: Any) -> None:
         if output is not self._output:
             self._output, self._traces, self._lists_changed = output, {}, False
 
-    def _note_change(self, effects: Any, item: Any) -> None:
+    def note_change(self, effects: Any, item: Any) -> None:
+        """Note that an object is changed."""
         self._enter(effects.output_graph_weakref())
-        if self._recording is not None:
-            self._recording.note(item)
+        self.note_read(item)
         if not isinstance(item.mutation_type, NEW):
             self._traces.clear()
 
-    def _call(
+    def note_contents(self, item: Any) -> None:
+        """Note that it is a list or dict, or the like."""
+        own = isinstance(item.source, LocalSource) and item.source.is_varkw  # nothing else has the dict
+        self._lists_changed |= not (own or isinstance(item.mutation_type, NEW))
+
+    def note_read(self, item: Any) -> None:
+        """Note that an attribute is read that the frame has changed."""
+        if self._recording is not None:
+            self._recording.note(item)
+
+    def note_created(self, mutation_type: Any) -> None:
+        """Note that an object is made."""
+        if self._recording is not None:
+            self._recording.created[id(mutation_type)] = mutation_type
+
+    def call(
         self,
         call: Callable[[], Any],
         module: Any,
@@ -176,3 +156,57 @@ class EqualLayers:
         except Differs as reason:
             log.debug("%s is not copied for other layers: %s", module.source.name, reason)
             return result, None
+
+
+_thread = threading.local()
+
+
+def _present() -> EqualLayers | None:
+    return getattr(_thread, "layers", None)
+
+
+@functools.cache
+def _install() -> None:
+    """Have Dynamo ask the ``EqualLayers`` that are active in a thread. Once, as threads compile at the same time."""
+    layer, checkpointed = cast("tuple[Any, ...]", (UnspecializedNNModuleVariable, CheckpointHigherOrderVariable))
+    effects, kind = cast("tuple[Any, ...]", (SideEffects, MutationType))
+    call, call_checkpointed, init = layer.call_function, checkpointed._call_function, kind.__init__
+    store, load, mutate = effects.store_attr, effects.load_attr, effects.mutation
+
+    def call_function(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if (layers := _present()) is None:
+            return call(module, tx, args, kwargs)
+        return layers.call(functools.partial(call, module, tx, args, kwargs), module, tx, args, kwargs)
+
+    def call_function_checkpointed(checkpoint: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        called = functools.partial(call_checkpointed, checkpoint, tx, args, kwargs)
+        if (layers := _present()) is None:
+            return called()
+        module = args[0].realize() if isinstance(args[0], LazyVariableTracker) else args[0]
+        if type(module) is not UnspecializedNNModuleVariable:
+            return called()
+        return layers.call(called, module, tx, args[1:], kwargs, checkpointed=True)
+
+    def store_attr(effects: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+        if (layers := _present()) is not None:
+            layers.note_change(effects, item)
+        return store(effects, item, *args, **kwargs)
+
+    def load_attr(effects: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+        if (layers := _present()) is not None:
+            layers.note_read(item)
+        return load(effects, item, *args, **kwargs)
+
+    def mutation(effects: Any, item: Any) -> Any:
+        if (layers := _present()) is not None:
+            layers.note_change(effects, item)
+            layers.note_contents(item)
+        return mutate(effects, item)
+
+    def created(mutation_type: Any, *args: Any, **kwargs: Any) -> None:
+        init(mutation_type, *args, **kwargs)
+        if (layers := _present()) is not None:
+            layers.note_created(mutation_type)
+
+    layer.call_function, checkpointed._call_function, kind.__init__ = call_function, call_function_checkpointed, created
+    effects.store_attr, effects.load_attr, effects.mutation = store_attr, load_attr, mutation

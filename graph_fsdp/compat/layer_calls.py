@@ -14,6 +14,7 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graph_fsdp.compat.dynamo import CHECKPOINT
 from graph_fsdp.compat.layer_copies import LayerTrace, check_body, fresh, name_in_stacks
@@ -71,7 +72,7 @@ class Given:
             return kind, variable.source, tuple(map(self._described, variable.items))
         if kind is TensorVariable:
             node = variable.as_proxy().node
-            value = node.meta["example_value"]
+            value = _ordinary(node.meta["example_value"])
             memory = self._memory.setdefault(value.untyped_storage()._cdata, len(self._memory))
             return "tensor", variable.source, self._place(node, variable), memory, tensor_facts(value)
         if kind is SymNodeVariable:
@@ -210,8 +211,9 @@ class Recording:
         sources = {node: node.meta["grapharg"].source for node in added}
         found = [(node, source) for node, source in sources.items() if is_under(source, self._module.source)]
         for node, _ in found:
-            if not isinstance(node.meta["example_value"], torch.Tensor) or node.meta["grapharg"].pass_arg_as_tensor:
-                raise Differs(f"{node} is no tensor of the layer's")
+            _ordinary(node.meta["example_value"])
+            if node.meta["grapharg"].pass_arg_as_tensor:
+                raise Differs(f"{node} is a number")
         return found
 
     def _check_reads(self, nodes: list[fx.Node], inputs: dict[fx.Node, Source], layer: nn.Module) -> None:
@@ -231,7 +233,14 @@ def _tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     value = node.meta.get("example_value")
     for item in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(item, torch.Tensor):
-            yield item
+            yield _ordinary(item)
+
+
+def _ordinary(value: Any) -> torch.Tensor:
+    """Return a fake tensor. Raises Differs if it is one of another class, as DTensor, or something else."""
+    if type(value) is not FakeTensor:
+        raise Differs(f"a value is a {type(value).__name__}")
+    return value
 
 
 def _nodes_in(result: Any) -> Iterator[fx.Node]:

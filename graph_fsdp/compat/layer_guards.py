@@ -199,7 +199,7 @@ def _same(one: Any, other: Any, pairs: Mapping[int, nn.Module], *, outside: bool
             for registry in ("__dict__", "_parameters", "_buffers", "_modules")
         )
     if isinstance(one, torch.Tensor):
-        return tensor_facts(one) == tensor_facts(other) and one.__dict__.keys() == other.__dict__.keys()
+        return tensor_facts(one) == tensor_facts(other) and _marks(one) == _marks(other)
     if isinstance(one, dict):
         keys = list(one) == list(other)
         return keys and (outside or all(_same(one[key], other[key], pairs) for key in one))
@@ -210,3 +210,8 @@ def _same(one: Any, other: Any, pairs: Mapping[int, nn.Module], *, outside: bool
     if isinstance(one, types.MethodType):
         return _same(one.__func__, other.__func__, pairs) and _same(one.__self__, other.__self__, pairs)
     return outside
+
+
+def _marks(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return a tensor's attributes, with the values of those of Dynamo's, as which sizes are dynamic."""
+    return {name: value if name.startswith("_dynamo") else None for name, value in vars(tensor).items()}
