@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from marks import mostly_long
 from models import CLASSES, GPT, HUGGING_FACE_CASES, MLP, SEQUENCE, WIDTH, MLPBlock, UnevenBlock, llama
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graph_fsdp
 from graph_fsdp.passes import Graph
@@ -68,7 +70,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _described(value: Tensor, memories: dict[int, int]) -> str:
     memory = memories.setdefault(value.untyped_storage()._cdata, len(memories))
-    return f"{value.dtype}{tuple(value.shape)}{value.stride()}+{value.storage_offset()}@{memory}"
+    shape = re.sub(r"\bs\d+", "s", str(tuple(value.shape)))  # of a state of the generator
+    return f"{value.dtype}{shape}{value.stride()}+{value.storage_offset()}@{memory}"
 
 
 def trace_once(make: Callable[[], nn.Module], inputs: dict[str, Any], **options: Any) -> None:
@@ -131,6 +134,16 @@ class Checkpointed(MLP):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+SAVES_PRODUCTS = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+
+class Selective(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=SAVES_PRODUCTS)
         return self.head(x)
 
 
@@ -270,6 +283,10 @@ ONCE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "rotated": (Rotated, ROTATED, "3 layers have 1 traces"),
     "constants": (Constants, {"x": torch.ones(3, 4)}, "7 layers have 2 traces"),
     "averaged": (lambda: Averaged(DEPTH), VECTORS, "3 layers have 1 traces"),
+    "checkpoint": (lambda: Checkpointed(DEPTH), VECTORS, "3 layers have 1 traces"),
+    "gpt_checkpoint": (lambda: GPT(depth=DEPTH, checkpointed=True), TOKENS, "4 layers have 1 traces"),
+    "selective": (lambda: Selective(DEPTH), VECTORS, "3 layers have 1 traces"),
+    "checkpoint_dropout": (lambda: GPT(depth=3, dropout=0.2, checkpointed=True), TOKENS, "3 layers have 1 traces"),
     "llama": (lambda: llama(DEPTH), TEXT, "3 layers have 1 traces"),
     "hf_bert": (hugging_face_bert, TEXT, "4 layers have 1 traces"),
 }
@@ -277,7 +294,6 @@ ONCE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 WHOLE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "two_layers": (lambda: MLP(2), VECTORS, "no 3 of 2 layers are equal"),
     "batch_norm": (Convolutions, IMAGES, "3 layers like it are traced by themselves: copy_ writes to its input"),
-    "checkpoint": (lambda: Checkpointed(DEPTH), VECTORS, "no 3 of"),
     "shared": (Shared, VECTORS, "no 3 of 3 layers are equal"),
     "collected": (lambda: Collected(DEPTH), VECTORS, "which is read again behind it"),
     "from_the_start": (lambda: FromTheStart(DEPTH), VECTORS, "which is read again behind it"),
@@ -286,7 +302,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "written": (lambda: Written(DEPTH), VECTORS, "an input or output of it is written to behind it"),
 }
 
-SHORT = ("mlp", "gpt_dropout", "frozen", "constants", "averaged")
+SHORT = ("mlp", "checkpoint", "selective", "gpt_dropout", "frozen", "constants", "averaged")
 
 
 @pytest.mark.usefixtures("fake_group")

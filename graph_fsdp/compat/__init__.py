@@ -35,5 +35,7 @@ REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
 from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dynamo import *
+from graph_fsdp.compat.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
+from graph_fsdp.compat.equal_layers import EqualLayers as EqualLayers
 from graph_fsdp.compat.inductor import *
 from graph_fsdp.compat.tensors import *

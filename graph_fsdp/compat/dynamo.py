@@ -271,6 +271,10 @@ def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
     return unittest.mock.patch.object(graph_compile, name, lambda *_, **__: (None, None))
 
 
+# Calls the graph of a checkpoint on its inputs.
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
 class _Traced(BaseException):  # AOTAutograd retells every Exception as one of its own
     def __init__(self, graph: torch.fx.GraphModule, forward_outputs: int) -> None:
         self.graph, self.forward_outputs = graph, forward_outputs

@@ -108,6 +108,7 @@ class Engine:
         self._call: Call | None = None
         self._layout: Any = None  # see ``CaptureKey``
         self.repeat_traces = True  # equal layers are traced once
+        self.equal_layers = compat.EqualLayers(frozenset())  # by Dynamo, once there are classes of units
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
         self.own_reduce_group = ""  # its name, once a process group of reductions was made
@@ -180,6 +181,8 @@ class Engine:
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph, hooks=key.hooks))
             stack.enter_context(compat.dynamo_ignores_modes())
+            if self.repeat_traces:
+                stack.enter_context(self.equal_layers.active())
             stack.callback(setattr, Entered, "engine", Entered.engine)
             Entered.engine = self.number
             stack.enter_context(self.pieces.forward_call())

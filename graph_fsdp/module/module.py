@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn, cast
@@ -23,6 +24,7 @@ from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
 from graph_fsdp.parameters.mixed_precision import ModulePolicies, cast_floats
 from graph_fsdp.parameters.shards import own_rows
+from graph_fsdp.passes.repeat.segments import WORTH
 from graph_fsdp.units import Unit
 
 
@@ -146,6 +148,8 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         module.__class__ = classes[cls, forward]
         vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=unit_name, _graph_fsdp_name=name)
         vars(module)["_graph_fsdp_casts"] = policies.casts_of(name)
+    counts = Counter(map(type, places))
+    engine.equal_layers = compat.EqualLayers(frozenset(kind for kind, number in counts.items() if number >= WORTH))
     structure = vars(model)["_graph_fsdp_structure"] = Structure(model, engine.storage)
     engine.structure_of_model = weakref.ref(structure)
 

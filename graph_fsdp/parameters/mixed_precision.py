@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.utils.hooks import RemovableHandle
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
@@ -116,18 +117,28 @@ class ModulePolicies:
         return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype if outputs else None
 
     def install(self, unit_names: Iterable[str]) -> None:
-        """Make named modules and units cast, except the model, whose casts are those of the compiled forward."""
+        """Make named modules and units cast, except the model, whose casts are those of the compiled forward.
+
+        Equal modules have equal hooks, down to their numbers, which traced code reads: Dynamo traces one of them.
+        """
         names = {self.model.get_submodule(name): name for name in unit_names}
         names |= {module: name for name, module in self.model.named_modules() if module in self.named}
+        number = RemovableHandle.next_id
         for module, name in names.items():
             if module is self.model:
                 continue
+            RemovableHandle.next_id = number
             inputs, outputs = self.casts_of(name)
             if inputs is not None:
-                cast_inputs = functools.partial(_cast_inputs, inputs)
-                module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(_casts(_cast_inputs, inputs), prepend=True, with_kwargs=True)
             if outputs is not None:
-                module.register_forward_hook(functools.partial(_cast_outputs, outputs))
+                module.register_forward_hook(_casts(_cast_outputs, outputs))
+        RemovableHandle.next_id = number + 2
+
+
+@functools.cache
+def _casts(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    return functools.partial(function, dtype)
 
 
 def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolicies:

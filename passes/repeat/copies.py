@@ -73,13 +73,13 @@ class Origins:
 
     def __init__(self, traced: Segment, nodes: Iterable[fx.Node]) -> None:
         self._numbers: dict[Hashable, int] = {}
-        self._traced = [self._numbered(node.meta, fresh=True) for node in traced.nodes]
+        self._traced = [self._numbered(node.meta, fresh=True) for node in traced.all_nodes]
         self._nodes = {node: self._numbered(node.meta, fresh=False) for node in nodes}
 
     def of(self, segment: Segment) -> list[dict[int, Any]]:
         """Return for each kind of metadata that of another segment, by the number of the traced one's."""
         found: list[dict[int, Any]] = [{} for _ in _KEYS]
-        for numbers, node in zip(self._traced, segment.nodes, strict=True):
+        for numbers, node in zip(self._traced, segment.all_nodes, strict=True):
             for place, number in numbers:
                 new = node.meta.get(_source_of(_KEYS[place]))
                 if new is not None:

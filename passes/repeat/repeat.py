@@ -128,6 +128,7 @@ class _Expansion:
         self._checked: set[_Place] = set()
         self._same: dict[_Place, _Place] = {}  # an input of a trace → what it is given, a result → the trace's node
         self._copies: dict[_Place, fx.Node] = {}
+        self._checkpoints: dict[tuple[int | None, int], int] = {}  # by calls and numbers of the trace, in their order
 
     def run(self) -> None:
         """Expand. Raises NotRepeatable where the graph would not be what a whole trace is."""
@@ -186,6 +187,8 @@ class _Expansion:
             setattr(self.module, target, getattr(made.module, str(node.target)))
         copy = self.graph.create_node(node.op, target, args, kwargs, name, node.type)
         copy.meta = node.meta.copy()
+        if (checkpoint := copy.meta.get("ac_graph_id")) is not None:  # the partitioner compares them
+            copy.meta["ac_graph_id"] = self._checkpoints.setdefault((index, checkpoint), len(self._checkpoints))
         self._copies[place] = copy
         if index is not None:
             self._origins[self.calls[index][0].index].rename(node, copy, self._own_origins[index])

@@ -7,7 +7,7 @@ else reads. Two are equal when operators, constants and all metadata of values a
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,14 @@ class Segment:
     def parameters(self) -> list[str]:
         """Name the parameters that are gathered in it, in the order of their gathers."""
         return [dialect.parameter_of(node) for node in self.nodes if node.target is dialect.gather_param]
+
+    @property
+    def all_nodes(self) -> Iterator[fx.Node]:
+        """Yield its nodes, and those of the graphs of its checkpoints."""
+        for node in self.nodes:
+            yield node
+            if node.op == "get_attr":
+                yield from getattr(node.graph.owning_module, str(node.target)).graph.nodes
 
 
 def find_repeats(graph: fx.Graph, model: ModelSpec) -> list[list[Segment]]:
@@ -94,7 +102,9 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
             if node.target not in _WITHOUT_EFFECT:
                 log.info("from %s on, layers are traced one by one: it has no tensor as its value", node)
                 break
-        elif isinstance(node.target, compat.HigherOrderOperator) or node.op == "call_module":
+        elif node.op == "call_module" or (
+            isinstance(node.target, compat.HigherOrderOperator) and node.target is not compat.CHECKPOINT
+        ):
             log.info("%s is traced by itself: it is no operator", node)
             current = None
         elif current is not None:
@@ -103,12 +113,13 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
 
 
 def _complete(segment: Segment) -> None:
-    """Add the gathers that nothing else reads, and find what goes in and comes out."""
+    """Add the gathers, and graphs of checkpoints, that nothing else reads, and find what goes in and comes out."""
     inside = set(segment.nodes)
     sources = [source for node in segment.nodes for source in node.all_input_nodes]
-    gathers = {s: None for s in sources if s.target is dialect.gather_param and inside.issuperset(s.users)}
-    segment.nodes = [*gathers, *segment.nodes]
-    inside.update(gathers)
+    own = [s for s in sources if s.target is dialect.gather_param or s.op == "get_attr"]
+    added = {source: None for source in own if inside.issuperset(source.users)}
+    segment.nodes = [*added, *segment.nodes]
+    inside.update(added)
     sources = [source for node in segment.nodes for source in node.all_input_nodes]
     segment.inputs = list(dict.fromkeys(source for source in sources if source not in inside))
     segment.outputs = [node for node in segment.nodes if not inside.issuperset(node.users)]
@@ -132,9 +143,27 @@ def _key(segment: Segment) -> Hashable:
     Raises:
         NotRepeatable, NotDescribed: there is more to a value of it than a key says.
     """
-    value = "example_value"
-    parts, index = canonical_form(segment.inputs, segment.nodes, lambda node: describe_value(node.meta.get(value)))
+    parts, index = canonical_form(segment.inputs, segment.nodes, _value, _target)
     for node in segment.outputs:
-        if not isinstance(node.meta.get(value), torch.Tensor):
+        if not isinstance(node.meta.get("example_value"), torch.Tensor):
             raise NotRepeatable(f"{node}, which is read outside, is no tensor")
     return parts, tuple(index[node] for node in segment.outputs)
+
+
+def _value(node: fx.Node) -> Hashable:
+    return None if node.op in ("get_attr", "output") else describe_value(node.meta.get("example_value"))
+
+
+def _target(node: fx.Node) -> Hashable:
+    """Return what a node calls; of the graph of a checkpoint, what it computes, and under which contexts."""
+    if node.op != "get_attr":
+        return node.target
+    body = getattr(node.graph.owning_module, str(node.target))
+    if not isinstance(body, fx.GraphModule) or any(user.target is not compat.CHECKPOINT for user in node.users):
+        raise NotRepeatable(f"{node} is no graph of a checkpoint")
+    placeholders = body.graph.find_nodes(op="placeholder")
+    rest = [inner for inner in body.graph.nodes if inner.op != "placeholder"]
+    if any(isinstance(inner.target, compat.HigherOrderOperator) or inner.op == "call_module" for inner in rest):
+        raise NotRepeatable(f"{node} has something in it that is no operator")
+    parts, _ = canonical_form(placeholders, rest, _value, _target)
+    return parts, body.meta.get("_checkpoint_context_fn")
