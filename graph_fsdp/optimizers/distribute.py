@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import optim
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.ahead import Ahead
-from graph_fsdp.optimizers.host_state import HostState
+from graph_fsdp.optimizers.host_state import HostState, LoadsToHost
 from graph_fsdp.optimizers.in_backward import InBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
 from graph_fsdp.optimizers.slices import Slices, unshared
@@ -121,6 +121,7 @@ def distribute_optimizer(
             "leave it out"
         )
     own_step = _own_step(type(optimizer))
+    first: list[type[Any]] = [_InBackward] if in_backward else [LoadsToHost] if offload_state else []
     stepper: Slices | Owners | InBackward
     if in_backward:
         stepper = InBackward(optimizer, own_step)
@@ -131,7 +132,7 @@ def distribute_optimizer(
     else:
         stepper = Slices(optimizer) if rule is None else Owners(optimizer, rule)
     vars(optimizer)["_graph_fsdp_stepper"] = stepper
-    optimizer.__class__ = _distributed_class(type(optimizer), own_step, in_backward)
+    optimizer.__class__ = _distributed_class(type(optimizer), own_step, first)
     return optimizer
 
 
@@ -176,7 +177,8 @@ def _own_step(cls: type[optim.Optimizer]) -> Callable[..., Any]:
     return vars(own)["__wrapped__"] if getattr(own, "hooked", False) else own
 
 
-def _distributed_class(cls: type[optim.Optimizer], own: Callable[..., Any], in_backward: bool) -> Any:
+def _distributed_class(cls: type[optim.Optimizer], own: Callable[..., Any], first: Sequence[type[Any]]) -> Any:
+    """``first``: bases that come before all others."""
 
     def step(self: DistributedStep, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         loss = None
@@ -189,5 +191,5 @@ def _distributed_class(cls: type[optim.Optimizer], own: Callable[..., Any], in_b
     hooked: Any = optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    bases = (*([_InBackward] if in_backward else []), DistributedStep, cls)
+    bases = (*first, DistributedStep, cls)
     return type(cls.__name__, bases, {**namespace, "_graph_fsdp_class": cls, "step": hooked})
