@@ -73,7 +73,7 @@ def distribute_optimizer(
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or ``matrix_wise`` no generator function.
         UnsupportedError: nothing says how it steps, it steps by a method that was set on the object, is distributed
-            already, or needs a whole matrix that several dimensions of a mesh shard; or ``in_backward`` or
+            already, or needs a whole matrix that more than two dimensions of a mesh shard; or ``in_backward`` or
             ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
