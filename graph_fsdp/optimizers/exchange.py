@@ -38,14 +38,12 @@ def is_sharding(placement: Placement) -> bool:
 @dataclass(frozen=True)
 class Ranks:
     """The ranks that a matrix is exchanged among ([Note: two dimensions]): the dimension of ``mesh`` that shards it,
-    and the one across lines, which shards it too where it ``divides``; None where there is none of several ranks.
-    ``cuts``: dimensions of the matrix, and of the mesh that divides them, the outer one first."""
+    and the one across lines, which shards it too where it ``divides``; None where there is none of several ranks."""
 
     mesh: DeviceMesh
     sharding: int | None
     across: int | None
     divides: bool = False
-    cuts: tuple[tuple[int, int], ...] = ()
 
     def place(self, dim: int | None) -> tuple[int, int]:
         """Return the number of ranks of a dimension, and this rank's place among them."""
@@ -150,8 +148,10 @@ class Exchange:
         if wanted and (placements is None or not all(is_sharding(placements[d]) for d in wanted)):
             raise ValueError(f"a rule yields DTensors placed as the parameter, and yielded one placed {placements}")
         assert isinstance(value, DTensor)
-        of_mesh = [_Cut(dim, ranks.mesh.size(d), d != ranks.sharding) for dim, d in ranks.cuts]
-        return _Part(owner, value, tuple(of_mesh or [_Cut(0, 1, False)]))
+        cuts = [_Cut(value.placements[d].dim, ranks.mesh.size(d), d != ranks.sharding) for d in wanted]  # type: ignore[attr-defined]
+        if any(isinstance(value.placements[d], compat.StridedShard) for d in wanted):
+            cuts.reverse()  # FSDP divides what tensor parallelism has left
+        return _Part(owner, value, tuple(cuts or [_Cut(0, 1, False)]))
 
     def _numels(self, parts: Sequence[_Part], place: int) -> list[int]:
         """Return how many elements a rank of the line exchanges of each part, and of each line's shard of it."""

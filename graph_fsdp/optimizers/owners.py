@@ -90,11 +90,9 @@ def ranks_of(name: str, p: nn.Parameter) -> Ranks | None:
             f"optimizer: parameter {name!r} is placed as {placements}, and an optimizer that needs whole matrices "
             "takes those that one or two dimensions of a mesh shard; give others to another optimizer"
         )
-    outer_first = sharding[::-1] if True in strided else sharding
-    cuts = tuple((placements[dim].dim, dim) for dim in outer_first)  # type: ignore[attr-defined]
     replicating = [dim for dim in several if dim not in sharding]
     line, across = [*sharding, None][0], [*sharding[1:], *replicating, None][0]
-    return Ranks(mesh, line, across, divides=len(sharding) > 1, cuts=cuts) if several else None
+    return Ranks(mesh, line, across, divides=len(sharding) > 1) if several else None
 
 
 @dataclass(frozen=True, eq=False)
