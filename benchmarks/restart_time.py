@@ -195,6 +195,20 @@ class Job:
             time.sleep(0.005)
         return found
 
+    def stop(self, what: Any) -> list[list[dict[str, Any]]]:
+        """Stop all ranks where their marks are as ``what`` says: a small model's go on while they are looked at."""
+        while True:
+            self.wait(what)
+            pids = [pid for agent in self.agents for pid in ranks_of(agent.pid)]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            while not all(map(_is_stopped, pids)):
+                time.sleep(0.001)
+            if all(map(what, found := self.marks())):
+                return found
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
     def strike(self, host: int) -> dict[str, Any]:
         """Kill the ranks of a host and replace it; seconds of the restart and its parts, by the slowest rank."""
 
@@ -207,14 +221,14 @@ class Job:
                 and (sum(m["mark"] == "step" for m in marks[_begun(marks) :]) > EVERY)
             )
 
-        self.wait(is_due)
+        before = self.stop(is_due)
         if self.start == "kept":
             self.cache = self.folder / f"kept{len(list(self.folder.glob('kept*')))}"
             shutil.copytree(self.memory(1 - host) / "cache", self.cache)
-        before = self.wait(is_due)
         load, killed = os.getloadavg()[0], time.time()
-        for pid in ranks_of(self.agents[host].pid):
-            os.kill(pid, signal.SIGKILL)
+        for number, agent in enumerate(self.agents):
+            for pid in ranks_of(agent.pid):
+                os.kill(pid, signal.SIGKILL if number == host else signal.SIGCONT)
         self.replace(host)
         after = self.wait(lambda marks: _is_again(marks, killed))
         parts = [parts_of(killed, *of_rank) for of_rank in zip(before, after, strict=True)]
@@ -224,7 +238,7 @@ class Job:
 def parts_of(killed: float, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return seconds of a rank's restart and of its parts. Raises Disagreement unless it went on from the newest
     checkpoint with the bits of the step after it."""
-    marks = [m for m in after if m["at"] > killed]
+    marks = after[_begun(after) :]  # of the new process: a step of the old one may end after the kill of its peers
     times = {m["mark"]: m["at"] for m in reversed(marks)}
     ends = [killed, *(times[name] for name in MARKS)]
     parts = {name: b - a for name, (a, b) in zip(PARTS, itertools.pairwise(ends), strict=True)}
@@ -244,6 +258,10 @@ def _begun(marks: list[dict[str, Any]]) -> int:
 
 def _is_again(marks: list[dict[str, Any]], killed: float) -> bool:
     return any(m["mark"] == "step" for m in marks[_begun(marks) :]) and marks[_begun(marks)]["at"] > killed
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def ranks_of(agent: int) -> Iterator[int]:

@@ -41,13 +41,14 @@ if importlib.util.find_spec("torch_xla") is None:
 # `make test` gives a worker one file after the other, in this order. The last ones are to be short, so that the workers
 # end at the same time; these are not, for the most part because they launch ranks.
 LONG = (
-    *("test_models_compatibility", "test_late_and_early", "test_virtual_training", "test_gpu_checks", "test_ports"),
-    *("test_three_and_four_ranks", "test_benchmarks", "test_examples", "test_two_ranks", "test_agreement"),
-    *("test_mesh_ranks", "test_models", "test_elastic", "test_lightning", "test_resume_ranks", "test_whole_ranks"),
-    *("test_option_numbers", "test_shared_compilation", "test_one_process", "test_tensor_parallel"),
+    *("test_gpu_checks", "test_soak", "test_one_process", "test_models_compatibility", "test_late_and_early"),
+    *("test_virtual_training", "test_examples", "test_random_graph_breaks", "test_ports", "test_restart_time"),
+    *("test_three_and_four_ranks", "test_benchmarks", "test_tensor_parallel", "test_two_ranks", "test_agreement"),
+    *("test_mesh_ranks", "test_models", "test_elastic", "test_lightning", "test_repeat", "test_whole_ranks"),
+    *("test_option_numbers", "test_shared_compilation", "test_resume_ranks", "test_virtual_inductor"),
     *("test_cuda_graphs_ranks", "test_one_rank", "test_gradient_sync_ranks", "test_calls_ranks", "test_docs_index"),
     *("test_checkpoint_faults", "test_accelerate_launch", "test_trainer", "test_minilm", "test_lost_ranks"),
-    *("test_copies", "test_repeat", "test_train", "test_unshard_ranks", "test_tensor_parallel_meshes"),
+    *("test_copies", "test_train", "test_unshard_ranks", "test_tensor_parallel_meshes", "test_published_program"),
     *("test_xla_training", "test_xla_replicas", "test_xla_corners", "test_xla_auto", "test_xla_models"),
     *("test_xla_checkpoint", "test_xla_docs", "test_xla_recompilation", "test_xla_peers", "test_xla_host_fallbacks"),
 )

@@ -14,7 +14,6 @@ from facts import Facts, Failures, check
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.optimizer import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -267,16 +266,6 @@ def shampoo_by_a_rule() -> None:
     agree_with_one_process(compiled(), Shampoo, without=(2,), matrix_wise=shampoo)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     agree_with_one_process(compiled(mesh), Shampoo, matrix_wise=shampoo)
-
-
-@FACTS
-def tensor_parallel_matrices_are_refused_by_name() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    graph_fsdp.compile(model, mesh["dp"], backend="eager")
-    with pytest.raises(UnsupportedError, match=r"optimizer: parameter '0.weight' is placed as .* tensor-parallel"):
-        graph_fsdp.distribute_optimizer(muon(model.parameters()))
 
 
 def rule_that(what: str) -> Any:

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import restart_time
 from harness import Disagreement
 
-TINY = ["--layers", "2", "--width", "16", "--heads", "2", "--vocab", "32", "--batch", "2", "--length", "8"]
+TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--vocab", "32", "--batch", "2", "--length", "8"]
 
 
 def steps(at: float, *numbers: int) -> list[dict[str, Any]]:
@@ -29,7 +29,8 @@ def restarted(loaded: int, step: int, at: float = 100.0) -> list[dict[str, Any]]
 
 def test_parts_of_a_restart() -> None:
     before = steps(0.0, *range(1, 9))
-    found = restart_time.parts_of(100.0, before, [*before, *restarted(5, 6)])
+    late = steps(92.0, 9)  # the end of a step of the old process, after the kill of another
+    found = restart_time.parts_of(100.0, before, [*before, *late, *restarted(5, 6)])
     assert found == {**dict.fromkeys(restart_time.PARTS, 1.0), "seconds": 6.0, "cpu_seconds": 2.0, "resumed_after": 5}
 
 
@@ -46,4 +47,5 @@ def test_another_step_or_loss_is_an_error(loaded: int, step: int) -> None:
 def test_a_host_is_killed_and_replaced(tmp_path: Path) -> None:
     assert restart_time.main([*TINY, "--rounds", "1", "--results", str(tmp_path), "--images", str(tmp_path)]) == 0
     (row,) = json.loads((tmp_path / "restart_time.json").read_text())["rows"]
-    assert [found["resumed_after"] for found in row["rounds"]] == [5]
+    (found,) = row["rounds"]
+    assert found["resumed_after"] in range(5, 100, 5), "a checkpoint that it had saved"

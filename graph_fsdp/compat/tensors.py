@@ -268,8 +268,9 @@ def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor has memory; False for what ``without_memory`` made."""
-    return tensor.data_ptr() != 0 or tensor.untyped_storage().nbytes() == 0
+    """Say whether a tensor has memory; False for what ``without_memory`` made. One without elements needs none, and its
+    address is zero, also where it is a part of another."""
+    return not tensor.numel() or tensor.data_ptr() != 0 or tensor.untyped_storage().nbytes() == 0
 
 
 def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import optim
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.ahead import Ahead, drop_ahead
-from graph_fsdp.optimizers.host_state import HostState
+from graph_fsdp.optimizers.host_state import HostState, LoadsToHost
 from graph_fsdp.optimizers.in_backward import InBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
 from graph_fsdp.optimizers.slices import Slices, unshared
@@ -77,7 +77,7 @@ def distribute_optimizer(
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or ``matrix_wise`` no generator function.
         UnsupportedError: nothing says how it steps, it steps by a method that was set on the object, is distributed
-            already, or needs a whole matrix that several dimensions of a mesh shard; or ``in_backward`` or
+            already, or needs a whole matrix that more than two dimensions of a mesh shard; or ``in_backward`` or
             ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
@@ -125,6 +125,7 @@ def distribute_optimizer(
             gather_ahead, "offload_state=True steps one run after the other on the CPU" if offload_state else what
         )
     own_step = _own_step(type(optimizer))
+    first: list[type[Any]] = [_InBackward] if in_backward else [LoadsToHost] if offload_state else []
     stepper: Slices | Owners | InBackward
     if in_backward:
         stepper = InBackward(optimizer, own_step)
@@ -138,7 +139,7 @@ def distribute_optimizer(
         drop_ahead(optimizer)
     _tell_models(optimizer, in_backward, offload_state)
     vars(optimizer)["_graph_fsdp_stepper"] = stepper
-    optimizer.__class__ = _distributed_class(type(optimizer), own_step, in_backward)
+    optimizer.__class__ = _distributed_class(type(optimizer), own_step, first)
     return optimizer
 
 
@@ -218,7 +219,8 @@ def _own_step(cls: type[optim.Optimizer]) -> Callable[..., Any]:
     return vars(own)["__wrapped__"] if getattr(own, "hooked", False) else own
 
 
-def _distributed_class(cls: type[optim.Optimizer], own: Callable[..., Any], in_backward: bool) -> Any:
+def _distributed_class(cls: type[optim.Optimizer], own: Callable[..., Any], first: Sequence[type[Any]]) -> Any:
+    """``first``: bases that come before all others."""
 
     def step(self: DistributedStep, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         loss = None
@@ -231,5 +233,5 @@ def _distributed_class(cls: type[optim.Optimizer], own: Callable[..., Any], in_b
     hooked: Any = optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    bases = (*([_InBackward] if in_backward else []), DistributedStep, cls)
+    bases = (*first, DistributedStep, cls)
     return type(cls.__name__, bases, {**namespace, "_graph_fsdp_class": cls, "step": hooked})

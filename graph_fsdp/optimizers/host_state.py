@@ -5,18 +5,20 @@ on one stream, one after the other. As soon as one is there, the optimizer's own
 while the next ones come; and what it made of the parameter goes back on another stream, while it computes the next. The
 device waits for these before it uses a parameter, and the host for what it reads, and for nothing else.
 
-The state is that of parameters on the CPU: DTensors over the same mesh, as with ``CPUOffloadPolicy``. What
-``load_state_dict`` was given lies on the device, where torch puts it, until the next step takes it.
+The state is that of parameters on the CPU: DTensors over the same mesh, as with ``CPUOffloadPolicy``.
+``load_state_dict`` puts what it is given there, and nothing of it on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.slices import Run, Slice, Slices
 from graph_fsdp.runtime.comm.streams import stream_of
@@ -110,3 +112,38 @@ class HostState(Slices):
                 torch.accelerator.current_stream().wait_event(back)
         if any(others):
             Slices.step_runs(self, groups, [[] for _ in groups], others, own_step)
+
+
+class LoadsToHost(optim.Optimizer):
+    """Comes before the class of an optimizer whose state is on the CPU."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state into the memory of the host. Hooks are called as by ``torch.optim.Optimizer``.
+
+        torch moves values to the device of their parameter, where the whole state may not fit. So while it does that,
+        groups hold empty tensors of the CPU in place of parameters; hooks of others see the parameters.
+        """
+        in_place_of: dict[Tensor, Tensor] = {}
+
+        def put_in_place(*_: Any) -> None:
+            for group in self.param_groups:
+                stands = [torch.empty(0, dtype=p.dtype) for p in group["params"]]
+                in_place_of.update(zip(stands, group["params"], strict=True))
+                group["params"] = stands
+
+        def put_back(*_: Any) -> None:
+            for group in self.param_groups:
+                group["params"] = [in_place_of.get(p, p) for p in group["params"]]
+            for stand in [key for key in self.state if isinstance(key, Tensor) and key in in_place_of]:
+                values = self.state.pop(stand)
+                self.state[in_place_of[stand]] = compat.tree_map_only(Tensor, lambda value: value.to("cpu"), values)
+            in_place_of.clear()
+
+        with ExitStack() as stack:
+            stack.callback(put_back)  # also where torch raises
+            for handle in (
+                self.register_load_state_dict_pre_hook(put_in_place),  # the last one
+                self.register_load_state_dict_post_hook(put_back, prepend=True),
+            ):
+                stack.callback(handle.remove)
+            super().load_state_dict(state_dict)

@@ -8,8 +8,9 @@ the owner, which calls the function, and each rank gets its shards of the result
 Matrices are owned by shapes alone: from the largest to the smallest, each goes to the rank that has the least to do
 (R. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Buckets are cut from that order, so that all ranks work
 in each. A bucket's shards go to owners in one all-to-all, results come back in another, and replicas that do not own a
-matrix get their shards by a broadcast from those that do. While one bucket is computed, the next one's shards and the
-last one's results are under way: memory is a few buckets', each about one matrix a rank.
+matrix get their shards by a broadcast from those that do; tensor-parallel ranks exchange theirs by all-to-alls, too
+([Note: two dimensions] of ``exchange.py``). While one bucket is computed, the next one's shards and the last one's
+results are under way: memory is a few buckets', each about one matrix a rank.
 
 Before a bucket is exchanged, the ranks compare what they are about to exchange (``runtime/ranks/lockstep.py``).
 """
@@ -26,11 +27,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.exchange import Exchange, Ranks, Work
+from graph_fsdp.optimizers.exchange import Exchange, Ranks, Work, is_sharding
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.runtime.ranks.agreement import RunnableProgram, is_shared
 from graph_fsdp.runtime.ranks.lockstep import Lockstep, lockstep_of
@@ -76,19 +77,22 @@ MATRIX_WISE: dict[type[optim.Optimizer], MatrixRule] = {optim.Muon: muon}
 
 def ranks_of(name: str, p: nn.Parameter) -> Ranks | None:
     """Return the ranks that a parameter is on; None where it is one, or the parameter a scalar. Raises UnsupportedError
-    where several dimensions of a mesh shard it."""
+    where more than two dimensions of a mesh shard it."""
     if not isinstance(p, DTensor) or not p.dim():
         return None
-    several = [dim for dim in range(p.device_mesh.ndim) if p.device_mesh.size(dim) > 1]
-    sharding = [dim for dim in several if not p.placements[dim].is_replicate()]
-    if len(sharding) > 1 or any(type(p.placements[dim]) is not Shard for dim in sharding):
+    mesh, placements = p.device_mesh, p.placements
+    several = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    sharding = [dim for dim in several if not placements[dim].is_replicate()]
+    # A strided dimension divides what the later one has left (FSDP within tensor parallelism).
+    strided = [isinstance(placements[dim], compat.StridedShard) for dim in sharding]
+    if len(sharding) > 2 or not all(is_sharding(placements[dim]) for dim in sharding) or True in strided[1:]:
         raise UnsupportedError(
-            f"optimizer: parameter {name!r} is placed as {p.placements}, and an optimizer that needs whole matrices "
-            "takes those that one dimension of a mesh shards; give tensor-parallel ones to another optimizer"
+            f"optimizer: parameter {name!r} is placed as {placements}, and an optimizer that needs whole matrices "
+            "takes those that one or two dimensions of a mesh shard; give others to another optimizer"
         )
     replicating = [dim for dim in several if dim not in sharding]
-    found = Ranks(p.device_mesh, *(dims[0] if dims else None for dims in (sharding, replicating)))
-    return found if several else None
+    line, across = [*sharding, None][0], [*sharding[1:], *replicating, None][0]
+    return Ranks(mesh, line, across, divides=len(sharding) > 1) if several else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,7 @@ class _Known:
 
 @dataclass(eq=False)
 class _Matrix:
-    """One parameter in one step. ``owner``: place of the replica, and of the rank among those that shard."""
+    """One parameter in one step. ``owner``: a line of the ranks, and a place in it."""
 
     name: str
     p: nn.Parameter
@@ -155,9 +159,15 @@ class Owners:
         for storage in Storage.installed if wanted else ():
             for name, held in storage.parameters.items():
                 if (p := wanted.get(id(held.shard))) is not None:
-                    shared = storage.mesh is not None and is_shared(storage.mesh.ranks)
-                    lockstep = lockstep_of(storage.mesh.ranks) if shared and storage.mesh is not None else None
-                    self._known[id(p)] = _Known(name, p, ranks_of(name, p), lockstep)
+                    ranks = ranks_of(name, p)
+                    in_step = () if storage.mesh is None else storage.mesh.ranks
+                    if ranks is not None and ranks.divides:
+                        in_step = ranks.everyone
+                    lockstep = lockstep_of(in_step) if is_shared(in_step) else None
+                    if lockstep is not None and ranks is not None and ranks.divides:
+                        names = [ranks.group(dim).group_name for dim in (ranks.sharding, ranks.across)]
+                        lockstep.runs_on(names, p.device)
+                    self._known[id(p)] = _Known(name, p, ranks, lockstep)
 
     def _matrix(self, p: nn.Parameter, state: Any, group: dict[str, Any]) -> _Matrix | None:
         """Return a parameter that has a gradient and is on several ranks as such; else None."""
@@ -177,11 +187,14 @@ class Owners:
         if (lockstep := bucket[0].lockstep) is not None:
             what = (", ".join(m.name for m in members), *exchange.described)
             lockstep.begin(lockstep.know(RunnableProgram("an optimizer", "step", what, "exchange")))
+        if bucket[0].ranks.divides:
+            exchange.start_across()
+            yield
         exchange.start_to_owners()
         yield
         exchange.start_back(exchange.compute())
         yield
-        exchange.start_to_replicas()
+        exchange.start_to_lines()
         yield
         for m, results in zip(members, exchange.shards(), strict=True):
             with contextlib.suppress(StopIteration):
@@ -205,8 +218,8 @@ def buckets_of(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
         alike.setdefault((m.ranks, m.lockstep, m.p.dtype), []).append(m)
     found = []
     for (ranks, *_), members in alike.items():
-        replicas, size = ranks.place(ranks.replicating)[0], ranks.place(ranks.sharding)[0]
-        loads = [(0, index) for index in range(replicas * size)]
+        lines, size = ranks.place(ranks.across)[0], ranks.place(ranks.sharding)[0]
+        loads = [(0, index) for index in range(lines * size)]
         bucket: list[_Matrix] = []
         nbytes = 0
         for m in sorted(members, key=lambda m: (-m.cost, m.name)):

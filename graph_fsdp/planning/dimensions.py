@@ -141,6 +141,30 @@ class Dimensions:
 _NAMES = tuple(Dimensions.__dataclass_fields__)
 
 
+def named_meshes(given: Any, meshes: Mapping[str, DeviceMesh]) -> Any:
+    """Return ``meshes`` of :func:`graph_fsdp.compile`, with the meshes of these names in place of the names.
+
+    Where ranks hold all experts (``ep=1``), "efsdp" is the model's mesh, and one rank has none.
+
+    Raises:
+        ValueError: there is no mesh of a name.
+    """
+
+    def mesh_of(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        found = meshes.get("dp") if value == "efsdp" and "ep" not in meshes else meshes.get(value)
+        if found is None and (meshes or value not in ("dp", "efsdp")):
+            known = ", ".join(map(repr, meshes)) or "none"
+            raise ValueError(f"meshes: there is no mesh {value!r} on this mesh_shape; there are {known}")
+        return found
+
+    if isinstance(given, Mapping):
+        found = {key: mesh_of(value) for key, value in given.items()}
+        return {key: mesh for key, mesh in found.items() if mesh is not None}
+    return (lambda p: mesh_of(given(p))) if callable(given) else given
+
+
 def is_count(value: Any) -> bool:
     """Say whether a value is a whole number, 1 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

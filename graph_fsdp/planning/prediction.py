@@ -228,7 +228,8 @@ def plan(
         straggler: how many times slower than the others one rank computes.
         contention: whether collectives share links with each other, and processors with compute
             (:class:`graph_fsdp.passes.analysis.simulate.Conditions`).
-        compile_options: of :func:`graph_fsdp.compile`.
+        compile_options: of :func:`graph_fsdp.compile`; ``meshes`` by name, as in ``{Experts: "efsdp"}``, see
+            :func:`graph_fsdp.planning.trace`.
 
     Raises:
         ValueError: an argument has a value that cannot be; for hardware, the message lists what is known.
@@ -252,7 +253,7 @@ def plan(
             f"passes: the pipeline is for {find_hardware(passes.hardware).name}, and hardware is {described.name}; "
             "give both the same"
         )
-    dimensions = find_dimensions(mesh_shape, parallelize)
+    dimensions = find_dimensions(mesh_shape, parallelize, own_meshes=compile_options.get("meshes"))
     if dimensions.pp > 1 and not finalization:
         raise ValueError(
             f"mesh_shape: pp={dimensions.pp} are stages, which are programs of their own; call "

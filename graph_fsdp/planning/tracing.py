@@ -30,7 +30,7 @@ from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.pipeline import PassesHaveRun
-from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count, named_meshes
 from graph_fsdp.report.report import GraphReport, inspect
 from graph_fsdp.runtime import RegionCache
 
@@ -105,7 +105,8 @@ def trace(
             collectives, with attention as ``_scaled_dot_product_flash_attention_for_cpu``.
         loss: computes the loss of the model's outputs, within the graph. None if the model computes it, or if the
             gradients of its outputs shall be inputs of the backward graph.
-        compile_options: of :func:`graph_fsdp.compile`; ``param_init_fn`` is not called.
+        compile_options: of :func:`graph_fsdp.compile`; ``param_init_fn`` is not called. ``meshes`` has the names of
+            meshes that ``parallelize`` is given, as in ``{Experts: "efsdp"}``: meshes are made here.
 
     Raises:
         ValueError, TypeError: an argument has a value that cannot be.
@@ -114,7 +115,8 @@ def trace(
             built on the meta device.
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
-    dimensions = find_dimensions(mesh_shape, parallelize, world_size)
+    own = compile_options.pop("meshes", None)
+    dimensions = find_dimensions(mesh_shape, parallelize, world_size, own)
     if not isinstance(example_inputs, (tuple, list, Mapping)):
         raise TypeError(
             "example_inputs must be a tuple of positional inputs or a mapping of keyword inputs, got "
@@ -133,6 +135,10 @@ def trace(
         meshes = _meshes(dimensions, target)
         if parallelize is not None and not dimensions.is_plain:
             compile_options |= parallelize(model, meshes) or {}
+        if own is not None:
+            if compile_options.get("meshes") is not None:
+                raise ValueError("meshes: parallelize returns meshes, too; leave one of the two out")
+            compile_options["meshes"] = named_meshes(own, meshes)
         _take_memory(model, target)
         compile(model, meshes.get("dp"), **compile_options)
         engine: Any = model.__dict__["_graph_fsdp"]
@@ -184,9 +190,9 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
         ) from error
 
 
-def find_dimensions(mesh_shape: Any, parallelize: Any, world_size: Any = None) -> Dimensions:
+def find_dimensions(mesh_shape: Any, parallelize: Any, world_size: Any = None, own_meshes: Any = None) -> Dimensions:
     """Return the dimensions of a mesh. Raises ValueError and MeshError on anything else, and where what divides the
-    model over them is missing."""
+    model over them is missing. With ``own_meshes`` the model may have been built with this rank's experts."""
     if (world_size is None) == (mesh_shape is None):
         raise ValueError("mesh_shape or world_size: give one of them")
     if mesh_shape is None:
@@ -194,10 +200,10 @@ def find_dimensions(mesh_shape: Any, parallelize: Any, world_size: Any = None) -
             raise ValueError(f"world_size must be a number of ranks, 1 or more, got {world_size!r}")
         mesh_shape = (world_size,)
     found = Dimensions.of(mesh_shape)
-    if parallelize is None and max(found.cp, found.tp, found.ep) > 1:
+    if parallelize is None and max(found.cp, found.tp, found.ep if own_meshes is None else 1) > 1:
         raise ValueError(
             f"parallelize: mesh_shape is {found}; give a function (model, meshes) that divides the model over tp, cp "
-            "and ep as the training program does"
+            "and ep as the training program does (for a model built with a rank's experts, meshes will do)"
         )
     return found
 

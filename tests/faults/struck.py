@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -123,8 +124,12 @@ def start_group(timeout: float) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
 
 
+ROUNDS = itertools.count()  # of this process, which all ranks count alike
+
+
 def rounds(*functions: Callable[[], None], backend: str = "gloo") -> Iterator[Callable[[], None]]:
-    """Each function with a process group of its own: a fault leaves the ranks out of step."""
+    """Each function with a process group of its own: a fault leaves the ranks out of step. What a round writes to the
+    store no other round finds, also where the same function runs again."""
     agreement.PATIENCE_SECONDS = 0.3
     store = compat.default_store()
     me, size = rank(), dist.get_world_size()
@@ -132,6 +137,6 @@ def rounds(*functions: Callable[[], None], backend: str = "gloo") -> Iterator[Ca
         torch._dynamo.reset()
         FAULTS.clear()
         dist.destroy_process_group()
-        prefix = dist.PrefixStore(function.__name__, store)
+        prefix = dist.PrefixStore(f"round {next(ROUNDS)}: {function.__name__}", store)
         dist.init_process_group(backend, store=prefix, rank=me, world_size=size)
         yield function

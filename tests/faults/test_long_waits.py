@@ -28,7 +28,8 @@ FACTS = Facts(__name__)
 
 @contextmanager
 def told(expected: str = "") -> Iterator[list[str]]:
-    """What this rank says in the log, of those lines that have a text; the first is told to who waits for it."""
+    """What this rank says in the log, of those lines that have a text; the first is told to who waits for it in this
+    round."""
     lines: list[str] = []
 
     def note(record: logging.LogRecord) -> None:
@@ -120,7 +121,8 @@ TOGETHER = (
 
 @FACTS
 def long_waits_are_told() -> None:
-    for function in rounds(*TOGETHER):  # type: ignore[arg-type]
+    again = a_rank_with_fewer_batches_is_missed  # waits in each round for what is told in that round
+    for function in rounds(*TOGETHER, again):  # type: ignore[arg-type]
         failure.TELL_AFTER_SECONDS = 1.0
         function(warm(compiled()))  # type: ignore[call-arg]
 

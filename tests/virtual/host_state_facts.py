@@ -102,6 +102,53 @@ def what_is_written_between_steps_counts_and_states_are_saved_and_loaded() -> No
         same(functools.partial(optim.AdamW, lr=1e-2), done)
 
 
+def a_loaded_state_is_in_the_memory_of_the_host_at_once() -> None:
+    """Also one that was saved on the device, of which not a byte goes back there, and where torch refuses it."""
+    machine = Machine("h100")
+
+    def made(offloads: bool, device: str) -> tuple[Any, optim.Optimizer]:
+        torch.manual_seed(0)
+        model: Any = ours(MLP(depth=3, width=256).to(device))
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+        return model, graph_fsdp.distribute_optimizer(optimizer, offload_state=offloads)
+
+    def step(model: nn.Module, optimizer: optim.Optimizer, device: str) -> None:
+        model(torch.ones(4, 256, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(device: str) -> None:
+        _, before = model, optimizer = made(False, device)
+        step(model, optimizer, device)
+        saved = optimizer.state_dict()
+        assert {v.device.type for v in states(optimizer) if v.dim()} == {device}
+        model, optimizer = made(True, device)
+        seen: list[Any] = []
+        optimizer.register_load_state_dict_pre_hook(lambda o, _: seen.append([*o.param_groups[0]["params"]]))
+        optimizer.register_load_state_dict_post_hook(lambda o: seen.append([*o.param_groups[0]["params"], *o.state]))
+        parameters = list(model.parameters())
+        held = machine.memory.most = machine.memory.allocated
+        with contextlib.suppress(ValueError):
+            optimizer.load_state_dict({**saved, "param_groups": []})
+        assert not optimizer.state and same_objects(optimizer.param_groups[0]["params"], parameters)
+        optimizer.load_state_dict(saved)
+        assert machine.memory.most == held, "nothing was allocated on the device"
+        assert {v.device.type for v in states(optimizer)} == {"cpu"}
+        assert len(states(optimizer)) == 4 * len(parameters)
+        assert all(map(torch.equal, states(optimizer), [v.cpu() for v in states(before)]))
+        assert [len(at) for at in seen] == [len(parameters), len(parameters), 2 * len(parameters)]
+        assert all(same_objects(at, parameters * 2) for at in seen)
+        step(model, optimizer, device)
+        assert {v.device.type for v in states(optimizer)} == {"cpu"}
+
+    on_virtual(machine, run)
+
+
+def same_objects(found: Any, expected: Any) -> bool:
+    """Whether the first ones of ``expected`` are what was found."""
+    return all(a is b for a, b in zip(found, expected, strict=False))
+
+
 def an_offloaded_state_takes_no_memory_of_the_device() -> None:
     """As planned: twice the bytes of the shards less, and nothing is left of what a step copies."""
     held: dict[bool, list[int]] = {}
@@ -193,6 +240,7 @@ FOUND = (
     optimizers_whose_state_is_on_the_cpu_step_as_on_the_cpu,
     copies_of_an_offloaded_state_go_both_ways_at_once,
     what_is_written_between_steps_counts_and_states_are_saved_and_loaded,
+    a_loaded_state_is_in_the_memory_of_the_host_at_once,
     an_offloaded_state_takes_no_memory_of_the_device,
     a_step_that_is_interrupted_leaves_parameters_that_can_be_used,
     an_offloaded_state_that_does_not_fit_the_optimizer_is_refused,
