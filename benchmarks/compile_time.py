@@ -47,6 +47,7 @@ from harness import (
     POLICIES,
     Disagreement,
     command_of,
+    cores,
     default_device,
     default_ranks,
     gather,
@@ -239,8 +240,11 @@ def _measure_one(
     into = cache.with_name("result.json")
     arguments = [*options.arguments, "--measure", what, "--into", str(into), "--depths", str(depth)]
     arguments += ["--ranks", str(ranks)]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    if options.device == "cpu":  # kernels are made for a number of threads
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     try:
-        code = start_ranks(__file__, arguments, processes, options.device, TORCHINDUCTOR_CACHE_DIR=str(cache))
+        code = start_ranks(__file__, arguments, processes, options.device, **environment)
         result: dict[str, Any] | None = json.loads(into.read_text()) if code == 0 else None
         return result
     finally:

@@ -31,8 +31,9 @@ def precompile(
 
     Allocates no parameter, shard or activation. Under ``torch.no_grad()`` it keeps those of evaluation. Each shape of
     inputs has programs of its own. Kernels go into Inductor's cache (``TORCHINDUCTOR_CACHE_DIR``), which the start has
-    to share. The start must have the same versions of torch and of this package, the same kind of device and the same
-    options, or it compiles as ever and its log says what differs.
+    to share; those for a CPU are built for as many threads as this process has (``OMP_NUM_THREADS``), and a rank that
+    has another number builds its own. The start must have the same versions of torch and of this package, the same
+    kind of device and the same options, or it compiles as ever and its log says what differs.
 
     Args:
         model_fn: builds the model. Called under ``torch.device("meta")``, so that it allocates nothing.
