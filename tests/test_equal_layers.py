@@ -104,6 +104,24 @@ class CollectsResults(Model):
         return torch.stack(results).sum(0)
 
 
+class ReturnsItsList(Layer):
+    def forward(self, x: Tensor, results: list[Tensor]) -> Any:
+        return self.convolution(x), results
+
+
+class KeepsAList(Model):
+    """A list that a layer returns is the one that it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [x]
+        for layer in self.layers:
+            kept = [x]
+            x, returned = layer(x, kept)
+            returned.append(x)
+            results += kept
+        return torch.stack(results).sum(0)
+
+
 def changed(change: Callable[[Any], None]) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
         model = Model()
@@ -151,6 +169,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "checkpointed": (Checkpointed, 3),
     "checkpoints itself": (lambda: Model(CheckpointsItself), 3),
     "collects results": (CollectsResults, 3),
+    "returns its list": (lambda: KeepsAList(ReturnsItsList), 0),
     "another dropout": (changed(with_another_dropout), 2),
     "tied weight": (changed(with_a_tied_weight), 3),
     "tied layer": (changed(with_a_tied_layer), 3),
@@ -237,7 +256,7 @@ pytestmark = pytest.mark.skipif(not compat.EQUAL_LAYERS, reason="this torch has 
 @pytest.mark.parametrize("case", CASES)
 def test_graph_is_that_of_a_whole_trace(case: str) -> None:
     make, copied = CASES[case]
-    classes = {Layer, KeepsWhatItSaw, WritesToItsInput, CheckpointsItself}
+    classes = {Layer, KeepsWhatItSaw, WritesToItsInput, CheckpointsItself, ReturnsItsList}
     assert check_equal(make, classes, INPUTS) == (1, copied)
 
 

@@ -57,6 +57,7 @@ class Given:
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.nodes: list[fx.Node] = []
         self.variables: list[Any] = []
+        self.containers: list[Any] = []  # lists and tuples
         self._memory: dict[int, int] = {}  # number of a storage
         self.key = tuple(map(self._described, args)), tuple((name, self._described(a)) for name, a in kwargs.items())
 
@@ -67,8 +68,9 @@ class Given:
             variable = variable.realize()
         kind = type(variable)
         if kind is ConstantVariable:
-            return "constant", type(variable.value), variable.value
+            return "constant", type(variable.value), variable.value, repr(variable.value)  # 0.0 and -0.0 are equal
         if kind is TupleVariable or kind is ListVariable:
+            self.containers.append(variable)
             return kind, variable.source, tuple(map(self._described, variable.items))
         if kind is TensorVariable:
             node = variable.as_proxy().node
@@ -150,7 +152,7 @@ class Recording:
         if missing := [read.name for read in guards.tensors() if read not in found]:
             raise Differs(f"{missing[0]} was read before")
         self._check_reads(nodes, dict(inputs), layer)
-        returned = _result(result, {*nodes, *self._given.nodes})
+        returned = _result(result, {*nodes, *self._given.nodes}, list(self._given.containers))
         calls = {name: (self._calls.get(name, 0), after) for name, after in self._tx.num_calls.items()}
         return LayerTrace(
             name=name_in_stacks(self._module, self._tx),
@@ -251,8 +253,9 @@ def _nodes_in(result: Any) -> Iterator[fx.Node]:
         yield result
 
 
-def _result(variable: Any, known: set[fx.Node]) -> Any:
-    """Describe what a call returns: a node, ``(constant,)``, or a class with what is in it. Raises Differs."""
+def _result(variable: Any, known: set[fx.Node], containers: list[Any]) -> Any:
+    """Describe what a call returns: a node, ``(constant,)``, or a class with what is in it. ``containers``: lists and
+    tuples that are known by now. Raises Differs."""
     if isinstance(variable, LazyVariableTracker):
         variable = variable.realize()
     kind = type(variable)
@@ -261,5 +264,8 @@ def _result(variable: Any, known: set[fx.Node]) -> Any:
     if kind is TensorVariable and (node := variable.as_proxy().node) in known:
         return node
     if (kind is TupleVariable or kind is ListVariable) and variable.source is None:
-        return [kind, *(_result(item, known) for item in variable.items)]
+        if any(variable is other for other in containers):
+            raise Differs("it returns a list that it was given, or returns one twice")
+        containers.append(variable)
+        return [kind, *(_result(item, known, containers) for item in variable.items)]
     raise Differs(f"it returns a {kind.__name__}")
