@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -13,6 +16,8 @@ from torch.distributed.tensor import Shard
 
 import graph_fsdp
 from graph_fsdp import UnsupportedError
+from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.report.report import engine_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -132,3 +137,26 @@ def test_what_cannot_be_gathered_ahead_is_said_before_anything_changes() -> None
         give(optimizer, gather_ahead=1)
     assert type(optimizer) is optim.AdamW
     assert type(give(optimizer)) is not optim.AdamW, "it was not distributed"
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_models_are_gathered_in_the_order_of_the_parameters(monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
+    """Whatever the order is in which a rank's set holds the models."""
+    models = [compiled(), compiled()]
+    storages = [engine_of(model).storage for model in models]
+    monkeypatch.setattr(Storage, "installed", storages[::-1] if reverse else storages)
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = graph_fsdp.distribute_optimizer(optim.AdamW(parameters, foreach=True), gather_ahead=1)
+    started: list[int] = []
+    for place, storage in enumerate(storages):
+        start = storage.updates.start_ahead
+
+        def noted(units: Sequence[str], place: int = place, start: Callable[..., Any] = start) -> Any:
+            started.append(place)
+            return start(units)
+
+        monkeypatch.setattr(storage.updates, "start_ahead", noted)
+    for model in models:
+        model(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+    assert started == [0, 1]
