@@ -153,7 +153,6 @@ class _ModuleStacks:
         there = modules_of(module.value)
         self._modules = {id(here): id(there[name]) for name, here in trace.guards.modules.items()}
         self._made: dict[str, tuple[str, tuple[str, type]]] = {}
-        self._before = dict(tx.num_calls)
 
     def origin(self, node: fx.Node) -> dict[str, Any]:
         """Return the metadata of a node's copy that says where it comes from."""
@@ -169,25 +168,26 @@ class _ModuleStacks:
             return key, (name, kind)
         module, _, number = key.partition("@")
         there = self._renamed(name)
-        calls = int(number or 0) - self._trace.calls[name][0] + self._before.get(there, 0)
+        calls = int(number or 0) - self._trace.calls[name][0] + self._counts.get(there, 0)
         own = str(self._modules.get(int(module), module))
         return (f"{own}@{calls}" if calls else own), (there, kind)
 
     def _renamed(self, name: str) -> str:
-        return self._name + name.removeprefix(self._trace.name) if name.startswith(self._trace.name) else name
+        rest = name.removeprefix(self._trace.name)
+        return self._name + rest if len(rest) < len(name) and rest[:1] in ("", ".", "[") else name
 
     def count(self) -> None:
         """Count the calls, as Dynamo does."""
         for name, (before, after) in self._trace.calls.items():
             there = self._renamed(name)
-            self._counts[there] = self._before.get(there, 0) + after - before
+            self._counts[there] = self._counts.get(there, 0) + after - before
 
 
 def name_in_stacks(module: Any, tx: Any) -> str:
     """Return the name of a layer in module stacks."""
-    calls = dict(tx.num_calls)
     with record_nn_module_stack("", module.get_nn_module_stack_source(), tx, module.value):
         name, _ = next(reversed(tx.nn_module_stack.values()))
-    tx.num_calls.clear()
-    tx.num_calls.update(calls)
+    tx.num_calls[name] -= 1  # that was no call
+    if not tx.num_calls[name]:
+        del tx.num_calls[name]
     return cast(str, name)
