@@ -124,13 +124,13 @@ class LayerGuards:
         for guard in output.guards:
             read = guard.originating_source
             if is_under(read, source):
+                if unknown := _arguments(guard, object, but=(*_CONSTANTS, Source)):
+                    raise Differs(f"{guard.create_fn_name()} on {guard.name} keeps a {type(unknown[0]).__name__}")
                 self._reads.append(_Read(guard, values.value(read)))
             elif any(is_under(other, source) for other in _arguments(guard, Source)):
                 raise Differs(f"{read.name} is guarded to be something of the layer")
             elif hasattr(read, "base") and id(values.value(read)) in own:
                 raise Differs(f"{read.name} is another name of something of the layer")
-            if unknown := _arguments(guard, object, but=(*_CONSTANTS, Source)):
-                raise Differs(f"a guard {guard.create_fn_name()} on {guard.name} keeps a {type(unknown[0]).__name__}")
         self._ordered = [read for read in output.guard_on_key_order if is_under(read, source)]
 
     def tensors(self) -> Iterator[Source]:
