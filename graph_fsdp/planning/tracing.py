@@ -117,17 +117,10 @@ def trace(
     """
     own = compile_options.pop("meshes", None)
     dimensions = find_dimensions(mesh_shape, parallelize, world_size, own)
-    if not isinstance(example_inputs, (tuple, list, Mapping)):
-        raise TypeError(
-            "example_inputs must be a tuple of positional inputs or a mapping of keyword inputs, got "
-            f"{type(example_inputs).__name__}"
-        )
     if compile_options.get("fullgraph") is False:
         raise UnsupportedError("fullgraph=False: only a model of one graph can be traced; leave fullgraph out")
     target = _device(device)
-    by_name = isinstance(example_inputs, Mapping)
-    inputs: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-    inputs = compat.tree_map_only(Tensor, lambda t: t if t.device == target else _without_memory(t, target), inputs)
+    inputs = _inputs_on(target, example_inputs)
     model = _built(model_fn, loss)
     compile_options.pop("param_init_fn", None)
     compile_options.setdefault("programs", False)  # a trace says what the passes do
@@ -160,6 +153,17 @@ def trace(
             regions = None if engine.whole else engine.regions
             return Traced(graphs, end.context, report, last, bool(engine.unsharded.units), regions)
     raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
+
+
+def _inputs_on(target: torch.device, given: tuple[Any, ...] | Mapping[str, Any]) -> Any:
+    """Return positional and keyword inputs, with tensors on a device; without memory where they are not there."""
+    if not isinstance(given, (tuple, list, Mapping)):
+        raise TypeError(
+            "example_inputs must be a tuple of positional inputs or a mapping of keyword inputs, got "
+            f"{type(given).__name__}"
+        )
+    inputs: Any = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    return compat.tree_map_only(Tensor, lambda t: t if t.device == target else _without_memory(t, target), inputs)
 
 
 def _built(model_fn: Callable[[], nn.Module], loss: Callable[[Any], Tensor] | None) -> nn.Module:
