@@ -101,9 +101,11 @@ def on_device(device: str, host: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def load_checks() -> None:
-    from device_checks import correctness, several_ranks, speed, triton_kernels
+    from device_checks import correctness, features, several_ranks, speed, triton_kernels
 
-    assert correctness and several_ranks and speed and triton_kernels  # importing them has registered their checks
+    assert (
+        correctness and features and several_ranks and speed and triton_kernels
+    )  # importing them has registered their checks
 
 
 # In the process that starts them
@@ -182,10 +184,14 @@ def importable() -> Iterator[None]:
 
 
 class Checks:
-    """Checks on a device, what came of them so far, and when the time of those that run is up."""
+    """Checks on a device, what came of them so far, and when the time of those that run is up. ``seconds``: what a part
+    has. ``at_a_time``: so many checks of all parts together."""
 
-    def __init__(self, device: str, names: Sequence[str], out: Path) -> None:
+    def __init__(
+        self, device: str, names: Sequence[str], out: Path, seconds: float = PART_SECONDS, at_a_time: int | None = None
+    ) -> None:
         self.device, self.names, self.out = device, names, out
+        self.seconds, self.at_a_time = seconds, at_a_time
         self.results: dict[str, Result] = {}
         self.end = 0.0
         self.lock = threading.Lock()
@@ -200,13 +206,15 @@ class Checks:
             else:
                 parts.setdefault(CHECKS[name].part, []).append(name)
         if self.device in REHEARSED:
-            self.end = time.monotonic() + PART_SECONDS * len(PARTS)
+            self.end = time.monotonic() + self.seconds * len(PARTS)
             self.run_in_turn([name for names in parts.values() for name in names])
             return self.results
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if self.at_a_time:
+            parts = {"all": [name for names in parts.values() for name in names]}
         for part, names in parts.items():
-            self.end = time.monotonic() + PART_SECONDS
-            with ThreadPoolExecutor(max(1, min(AT_A_TIME[part], cores // 4))) as pool:
+            self.end = time.monotonic() + self.seconds
+            with ThreadPoolExecutor(self.at_a_time or max(1, min(AT_A_TIME[part], cores // 4))) as pool:
                 list(pool.map(self.run_in_turn, [[name] for name in names]))
         return self.results
 
@@ -259,6 +267,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help="A, B, C; default: all")
     parser.add_argument("--device", help="cuda, xpu, virtual or cpu; default: the accelerator, or else a rehearsal")
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks whose names begin so")
+    parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="that each part has")
+    parser.add_argument(
+        "--at-a-time", type=int, help="so many checks, of all parts together: no figure of time is right"
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results, and build/rehearsal for a rehearsal")
     parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -284,7 +296,7 @@ def run_parts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     out = options.out or ROOT / ("build/rehearsal" if rehearsal else "benchmarks/results")
     wanted = [check.name for check in CHECKS.values() if check.part in (options.parts or PARTS)]
     names = sorted((n for n in wanted if n.startswith(tuple(prefixes))), key=lambda n: CHECKS[n].part)
-    everything = Checks(device, names, out).run()
+    everything = Checks(device, names, out, options.seconds, options.at_a_time).run()
     left = Counter((name.partition(":")[0], row["says"]) for name, row in everything.items() if cannot(row))
     states = [row["state"] for row in everything.values()]
     print(", ".join(f"{states.count(state)} {state}" for state in (PASSED, FAILED, CANNOT_RUN)), f"({out})")

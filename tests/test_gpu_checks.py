@@ -65,8 +65,7 @@ def test_checks_after_one_that_dies_run_in_another_process(
     found = gpu_checks.Checks("cpu", names, tmp_path).run()
     assert [row["state"] for row in found.values()] == [PASSED, FAILED, PASSED]
     assert started == [names, names[2:]]
-    monkeypatch.setattr(gpu_checks, "PART_SECONDS", 0)
-    gpu_checks.Checks("cpu", names, tmp_path).run()
+    gpu_checks.Checks("cpu", names, tmp_path, seconds=0).run()
     assert {row["says"] for row in results(tmp_path).values()} == {gpu_checks.TIME_UP}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import PROCESS_GROUPS, ROOT, start_ranks
 from implementations import Builder, Setup, fsdp2, ours
 from torch import Tensor, nn
@@ -163,6 +164,14 @@ def eager_also_beside_fsdp2(device: torch.device, case: str) -> Figures:
     return beside_fsdp2(device, case, ALONE[case], "eager")
 
 
+@check("A", 200, needs=["cuda"], reason="it multiplies in float8")
+def float8_beside_fsdp2(device: torch.device) -> Figures:
+    """torchao's linear layers, whose weights both gather in float8."""
+    if not importlib.util.find_spec("torchao"):
+        raise CannotRun("torchao is not installed")
+    return compiled_beside_fsdp2(device, "float8", {"mp_policy": BFLOAT16})
+
+
 @check("A", 200, needs=["cuda"], reason="CUDA graphs are captured")
 def cuda_graphs_beside_fsdp2(device: torch.device) -> Figures:
     return compiled_beside_fsdp2(device, "CUDA graphs", {"cuda_graphs": True})
@@ -188,7 +197,7 @@ def beside_fsdp2(device: torch.device, case: str, options: dict[str, Any], backe
     policy = options.get("mp_policy", MixedPrecisionPolicy())
     reshard = options.get("reshard_after_forward")
     rest = {key: value for key, value in options.items() if key not in ("mp_policy", "reshard_after_forward")}
-    run = Run(device, policy, reshard, accumulates=case == "accumulation", drops="dropout" in case)
+    run = Run(device, policy, reshard, case)
     # Parameters of the CPU become the virtual device's only by being replaced, which torch does for its own devices.
     where = torch.device("cpu") if "offload_policy" in rest and device.type != VIRTUAL else device
     theirs, found = fsdp2_of(run), run.trained(ours(**rest, **schedule_of(device), backend=backend), where)
@@ -207,21 +216,24 @@ class Run:
     device: torch.device
     policy: MixedPrecisionPolicy
     reshard: bool | None
-    accumulates: bool
-    drops: bool
+    case: str
 
     def trained(self, build: Builder, where: torch.device) -> list[float]:
         """Losses and norms of an implementation, whose model is made ``where``."""
         workload = llama_of(self.device)
-        model = workload.make(where)
-        if self.drops:
+        model = workload.make(torch.device("cpu")).to(where)  # values are the CPU's generator's
+        if "dropout" in self.case:
             for block in workload.blocks(model):
                 block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.1))
+        if self.case == "float8":
+            from device_checks.triton_kernels import in_float8
+
+            in_float8(workload.blocks(model))
         with one_of(self.device, RANKS):
             mesh = init_device_mesh(self.device.type, (RANKS,))
             sharded = build(model, Setup(workload.blocks, mesh, self.policy, self.reshard))
             torch.manual_seed(1)
-            return trained(sharded, workload, self.device, self.accumulates)
+            return trained(sharded, workload, self.device, self.case == "accumulation")
 
 
 @functools.cache
@@ -250,6 +262,55 @@ def trained(model: Any, workload: Workload, device: torch.device, accumulates: b
 
 def local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+class Draws(nn.Module):
+    """Attention with dropout, and dropout, linear in ``x``: attention's weights depend on ``other`` alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        heads, other = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (self.value(x), other))
+        mixed = F.scaled_dot_product_attention(other, other, heads, dropout_p=0.3)
+        return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.3)
+
+
+class Drawing(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Draws(width) for _ in range(2))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, other)
+        return x
+
+
+@check("A", 120, cases=["eager", "inductor"])
+def recomputed_dropout_drops_the_same(device: torch.device, case: str) -> Figures:
+    """Backward recomputes what forward drew: of a function f that is linear in x, the gradient g has g · x = f(x)."""
+    if case == "inductor" and device.type == VIRTUAL:
+        raise CannotRun("Inductor makes no random numbers for the virtual device")
+    width = 32 if device.type in REHEARSED else 256
+    worst = 0.0
+    with one_of(device, RANKS):
+        torch.manual_seed(0)
+        model = Drawing(width).to(device)
+        setup = Setup(lambda made: made.blocks, init_device_mesh(device.type, (RANKS,)))
+        options = {"activation_checkpointing": "unit", "backend": case, **schedule_of(device)}
+        model = ours(**options)(model, setup)
+        for _ in range(STEPS):
+            x, other = torch.randn(2, 2, 64, width, device=device).unbind()
+            x.requires_grad_()
+            total = model(x, other).sum()
+            total.backward()
+            assert x.grad is not None
+            scale = x.grad.abs().mul(x.detach().abs()).sum()
+            worst = max(worst, ((x.grad * x.detach()).sum() - total).abs().div(scale).item())
+    assert worst < 1e-4, f"{case}: the gradient is {worst:.2g} of its size from what forward computed"
+    return {"difference": worst}
 
 
 @check(
@@ -316,12 +377,18 @@ def host_that_must_not_wait(device: torch.device) -> Iterator[None]:
 def torchs_sanitizer_finds_no_race(device: torch.device) -> Figures:
     """Steps under ``torch.cuda._sanitizer``, which follows every kernel's streams and events."""
     program = "from device_checks import correctness as c; import torch; c.steps_for_the_sanitizer()"
-    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
-    folder = str(ROOT / "benchmarks")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, environment.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return {}
+    done = started([sys.executable, "-c", program], TORCH_CUDA_SANITIZER="1")
+    return {"says": done.stdout.strip().splitlines()[-1:]}
+
+
+def started(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command that must succeed. It runs in the benchmarks' folder: in the repository's, Python would import sources
+    that lie otherwise than in the package."""
+    variables = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "benchmarks", env=variables)
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "Warning" not in line]
+    assert done.returncode == 0, "\n".join(said)[-3000:]
+    return done
 
 
 def steps_for_the_sanitizer() -> None:
@@ -348,11 +415,10 @@ def tests_that_need_an_accelerator(device: torch.device) -> Figures:
     paths = [str(ROOT / "tests" / test) for test in tests]
     # Without pytest-timeout, pytest does not know a setting of the project's, which is an error by default.
     settings = ["-p", "no:cacheprovider", *([] if importlib.util.find_spec("pytest_timeout") else ["-o", "addopts="])]
+    if importlib.util.find_spec("xdist"):
+        settings += ["-n", "4"]
     command = [sys.executable, "-m", "pytest", "-q", *settings, "-m", "not long", *paths]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    assert done.returncode == 0, done.stdout[-3000:]
-    return {"pytest": last[0]}
+    return {"pytest": started(command).stdout.strip().splitlines()[-1:]}
 
 
 @check("A", 150, needs=ACCELERATORS, reason="gloo moves no tensors of other devices; its ranks on the CPU are tested")
@@ -362,3 +428,16 @@ def gloo_with_two_ranks_on_one_device(device: torch.device) -> Figures:
     code = start_ranks(script, [device.type, "gloo"], 2, device.type, **HERE)
     assert code == 0, f"the ranks ended with {code}"
     return {}
+
+
+@check("A", 150, needs=ACCELERATORS, reason="on the CPU tests do it", cases=["GPT", "Trainer of transformers"])
+def programs_train_on_one_device(device: torch.device, case: str) -> Figures:
+    """The example, and Hugging Face's Trainer, started by torchrun as one process: they train, and losses fall."""
+    script = {
+        "GPT": ROOT / "examples" / "train_gpt.py",
+        "Trainer of transformers": Path(__file__).with_name("trainer.py"),
+    }
+    arguments = {"GPT": ["--device", device.type, "--bf16", "--steps", "20", "--layers", "2"]}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command += [str(script[case]), *arguments.get(case, [])]
+    return {"says": started(command, **HERE).stdout.strip().splitlines()[-2:]}

@@ -139,6 +139,32 @@ def host_time(device: torch.device) -> Figures:
     return in_turns(device, narrow(device), builders)
 
 
+@check("C", 120, host="counted")
+def optimizer_steps(device: torch.device) -> Figures:
+    """Seconds of AdamW's step over the narrow GPT's parameters, of the host and until the device is done: fused, over
+    the parameters of ours and of FSDP2, and over slices of the shard storage (``distribute_optimizer``)."""
+    builders = {"ours": ours(backend="eager", **schedule_of(device)), "FSDP2": fsdp2}
+    figures: Figures = {}
+    with one_of(device, RANKS):
+        trainers = {name: Timed(build, narrow(device), device) for name, build in builders.items()}
+        trainers["ours, distributed"] = Timed(builders["ours"], narrow(device), device)
+        graph_fsdp.distribute_optimizer(trainers["ours, distributed"].optimizer)
+        for name, trainer in trainers.items():
+            times = []
+            for _ in range(3 if device.type in REHEARSED else 4 * ROUNDS):
+                loss_of(trainer.model(**trainer.batch)).backward()
+                wall, cpu = seconds_until_done(device), seconds_of_host(device)
+                trainer.optimizer.step()
+                launched = seconds_of_host(device) - cpu
+                times.append((seconds_until_done(device) - wall, launched))
+                trainer.optimizer.zero_grad()
+            figures[name] = {
+                "step_s": statistics.median(w for w, _ in times),
+                "host_s": statistics.median(c for _, c in times),
+            }
+    return figures
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "unit": {"activation_checkpointing": "unit"},
@@ -168,6 +194,8 @@ def measured_memory(device: torch.device, workload: Workload, options: dict[str,
     if device.type == VIRTUAL:
         options = {**options, **schedule_of(device), "backend": "eager"}
     where = torch.device("cpu") if "offload_policy" in options else device
+    take_workspaces(device)
+    before = accelerator.memory_allocated(device)
     with one_of(device, RANKS):
         mesh = init_device_mesh(device.type, (RANKS,))
         model = graph_fsdp.compile(workload.make(where), mesh, mp_policy=POLICIES["bfloat16"], **options)
@@ -183,6 +211,8 @@ def measured_memory(device: torch.device, workload: Workload, options: dict[str,
             optimizer.zero_grad()
             seconds.append(seconds_until_done(device) - begin)
     found: Figures = {
+        "before": before,
+        "between steps": accelerator.memory_allocated(device),
         "live": accelerator.max_memory_allocated(device),
         "reserved": accelerator.max_memory_reserved(device),
         "step_s": statistics.median(seconds[2:]),
@@ -200,6 +230,12 @@ def measured_memory(device: torch.device, workload: Workload, options: dict[str,
         found |= {"planned live": plan.peak_nbytes, "planned reserved": plan.reserved.nbytes}
         found["planned step_s"] = plan.step_seconds
     return found
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Have the libraries of matrix products take their memory, which they keep, in forward's and backward's thread."""
+    matrix = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    (matrix @ matrix).sum().backward()
 
 
 @check("C", 120)

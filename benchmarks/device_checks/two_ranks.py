@@ -8,6 +8,7 @@ Both use the same device where there is one only.
 from __future__ import annotations
 
 import copy
+import faulthandler
 import sys
 
 import torch
@@ -20,6 +21,7 @@ import graph_fsdp
 
 
 def main(device: str, backend: str) -> None:
+    faulthandler.enable()
     dist.init_process_group(backend)
     if device != "cpu":
         torch.accelerator.set_device_index(dist.get_rank() % torch.accelerator.device_count())
@@ -33,7 +35,8 @@ def main(device: str, backend: str) -> None:
         plain(batch.flatten(0, 1)).square().mean().backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert isinstance(found.grad, DTensor) and expected.grad is not None
-        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+        # Not the whole: gloo's gather of DTensors crashes on CUDA (pytorch/pytorch#152645).
+        torch.testing.assert_close(found.grad.to_local(), expected.grad.chunk(2)[dist.get_rank()])
     dist.destroy_process_group()
 
 

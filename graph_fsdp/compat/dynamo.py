@@ -43,9 +43,13 @@ from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 
 @contextlib.contextmanager
-def random_states_only_where(draws: Callable[[torch.fx.Node], bool]) -> Iterator[None]:
+def random_states_only_where(draws: Callable[[torch.fx.Node], bool], *, draws_as_eager: bool = False) -> Iterator[None]:
     """Let the partitioner keep a state of the generator for those recomputed operators alone of which ``draws`` is
-    true. Its own rule is torch's tag for random operators. Calls that it makes have fake values, as all others do."""
+    true. Its own rule is torch's tag for random operators. Calls that it makes have fake values, as all others do.
+
+    On CUDA it gives each such operator a generator of its own, which CUDA graphs need: forward then draws other numbers
+    than without recomputing. ``draws_as_eager``: it keeps states of the default generator there too.
+    """
     functionalize = partitioners.functionalize_rng_ops
 
     def functionalized(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +64,8 @@ def random_states_only_where(draws: Callable[[torch.fx.Node], bool]) -> Iterator
             for node, tag in tags.items():
                 node.meta["recompute"] = tag
 
-    with unittest.mock.patch.object(partitioners, "functionalize_rng_ops", functionalized):
+    own = {"graphsafe_rng_functionalization": False} if draws_as_eager else {}
+    with functorch_config.patch(own), unittest.mock.patch.object(partitioners, "functionalize_rng_ops", functionalized):
         yield
 
 

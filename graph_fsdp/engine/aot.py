@@ -97,7 +97,9 @@ class AotTrace:
         module, graph = joint.module, joint.fx_graph
         with contextlib.ExitStack() as stack:
             stack.enter_context(compat.activation_memory_budget(joint.activation_memory_budget))
-            stack.enter_context(compat.random_states_only_where(draws))
+            stack.enter_context(
+                compat.random_states_only_where(draws, draws_as_eager=self.engine.backend.name == "eager")
+            )
             stack.enter_context(compat.quick_minimum_cuts())
             stack.enter_context(compat.graphs_without_code())
             forward, backward = compat.min_cut_rematerialization_partition(

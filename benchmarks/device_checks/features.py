@@ -1,0 +1,147 @@
+"""Part A, too: what a device has of its own for optimizers, checkpoints, registered memory, profilers and aborts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from implementations import Setup, ours
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from workloads import Workload, loss_of
+
+import graph_fsdp
+from device_checks import ACCELERATORS, REHEARSED, CannotRun, Figures, check, one_of, schedule_of
+from device_checks.correctness import RANKS, gathers_once, llama_of, one_rank
+from graph_fsdp import checkpoint, compat
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "in backward": {"in_backward": True},
+    "ahead": {"gather_ahead": 1},
+    "state on the CPU": {"offload_state": True},
+}
+STEPS = 3
+
+
+@check("A", 120, cases=list(OPTIMIZERS))
+def distributed_optimizers(device: torch.device, case: str) -> Figures:
+    """AdamW over slices of the shard storage: losses and parameters are those without ``distribute_optimizer``."""
+    with one_of(device, RANKS):
+        theirs, found = (stepped(device, options) for options in (None, OPTIMIZERS[case]))
+    # State on the CPU is stepped there, where a fused AdamW rounds otherwise.
+    limit = 1e-5 if case == "state on the CPU" and device.type not in REHEARSED else 0.0
+    worst = max(
+        ((a - b).abs().max() / b.abs().max().clamp_min(1e-6)).item() for a, b in zip(found, theirs, strict=True)
+    )
+    assert worst <= limit, f"{case}: {worst:.2g} from the optimizer alone"
+    return {"difference": worst, "limit": limit}
+
+
+def stepped(device: torch.device, options: dict[str, Any] | None) -> list[Tensor]:
+    workload = llama_of(device)
+    model = ours(backend="eager", **schedule_of(device))(
+        workload.make(torch.device("cpu")).to(device),
+        Setup(workload.blocks, init_device_mesh(device.type, (RANKS,))),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if options is not None:
+        optimizer = graph_fsdp.distribute_optimizer(optimizer, **options)
+    losses = [trained_once(model, optimizer, workload, device, step) for step in range(STEPS)]
+    shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    return [*losses, *(shard.detach().clone() for shard in shards)]
+
+
+def trained_once(model: Any, optimizer: Any, workload: Workload, device: torch.device, step: int) -> Tensor:
+    loss = loss_of(model(**workload.tokens(step, 0, device)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@check("A", 120, needs=ACCELERATORS, reason="on the CPU tests do it", cases=["at once", "asynchronous"])
+def checkpoints_of_one_rank(device: torch.device, case: str) -> Figures:
+    """What is saved goes on as if nothing had been."""
+    workload = llama_of(device)
+    with one_rank(device), tempfile.TemporaryDirectory() as folder:
+        mesh = init_device_mesh(device.type, (1,))
+        path = Path(folder) / "saved"
+        losses = []
+        for resumed in (False, True):
+            model = ours(backend="eager")(workload.make(device), Setup(workload.blocks, mesh))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            if resumed:
+                checkpoint.load(path, model, optimizer)
+            else:
+                for step in range(2):
+                    trained_once(model, optimizer, workload, device, step)
+                saved = checkpoint.save(path, model, optimizer, asynchronous=case == "asynchronous")
+            losses.append([trained_once(model, optimizer, workload, device, step).item() for step in (2, 3)])
+            if not resumed:
+                saved.result()
+    assert losses[0] == losses[1], losses
+    return {"losses": losses[0]}
+
+
+@check("A", 90, needs=["cuda"], reason="NCCL registers it", cases=["registered", "symmetric"])
+def memory_of_the_process_group(device: torch.device, case: str) -> Figures:
+    """Buckets are gathered into memory that NCCL has allocated, or whose addresses ranks have exchanged."""
+    with one_rank(device) as group:
+        if case == "registered":
+            backend: Any = group._get_backend(device)
+            if not backend.supports_tensor_alloc(device):
+                raise CannotRun("NCCL registers no memory here")
+            made = compat.allocate_from_group(group, 1 << 20, torch.bfloat16, device)
+        else:
+            if why := compat.why_no_symmetric_memory(group, device, "NCCL"):
+                raise CannotRun(why)
+            made = compat.symmetric_memory([group], "NCCL")(1 << 20, torch.bfloat16, device)
+            assert compat.is_symmetric(made)
+        assert made.shape == (1 << 20,) and made.device == device
+        sent = torch.randn_like(made)
+        dist.all_gather_into_tensor(made, sent, group=group)
+        assert torch.equal(made, sent)
+    return {}
+
+
+@check("A", 90, needs=["cuda"], reason="NCCL's groups are")
+def groups_are_aborted(device: torch.device) -> Figures:
+    """Two process groups are aborted while collectives of both wait for the stream that computes."""
+    with one_rank(device) as group:
+        other = dist.new_group([0])
+        for one in (group, other):
+            gathers_once(device, one, 1, torch.float32, torch.float32)
+        torch.cuda._sleep(200_000_000)
+        value = torch.ones(1 << 20, device=device)
+        works = [dist.all_reduce(value, group=one, async_op=True) for one in (group, other)]
+        compat.abort_process_groups(device)
+        torch.cuda.synchronize()
+        try:
+            dist.all_reduce(value, group=group)
+        except RuntimeError as error:
+            return {"says": str(error).splitlines()[0], "collectives": len(works)}
+    raise AssertionError("a group that was aborted still reduces")
+
+
+@check("A", 90, needs=["cuda"], reason="NVTX is NVIDIA's")
+def ranges_in_profilers(device: torch.device) -> Figures:
+    """``torch.profiler`` shows gathers and reductions by unit, with kernels in them; NVTX takes the same ranges."""
+    workload = llama_of(device)
+    with one_of(device, RANKS):
+        setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
+        model = ours(backend="eager")(workload.make(device), setup)
+        loss_of(model(**workload.tokens(0, 0, device))).backward()
+        with torch.profiler.profile() as profiled:
+            loss_of(model(**workload.tokens(1, 0, device))).backward()
+            torch.cuda.synchronize()
+        with torch.autograd.profiler.emit_nvtx():
+            loss_of(model(**workload.tokens(2, 0, device))).backward()
+    names = {event.key for event in profiled.key_averages() if event.key.startswith("FSDP::")}
+    wanted = {"FSDP::gather model.layers.1 (forward)", "FSDP::reduce model.layers.1 (backward)"}
+    assert wanted <= names, sorted(names)
+    return {"ranges": len(names)}
