@@ -20,7 +20,7 @@ from graph_fsdp.parameters.extensions import is_extended
 from graph_fsdp.parameters.meshes import Meshes
 from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.parameters.placements import ShardPlacementFn
-from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, default_pipeline
+from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.ir.spec import Offload
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, with_activation_checkpointing
 from graph_fsdp.programs.folder import Folder
@@ -120,8 +120,9 @@ class CompileOptions:
 
     def offload(self, device: torch.device) -> Offload | None:
         """Return what ``offload_policy`` asks for on ``device``. Warns of copies to the CPU that save nothing."""
-        policy = self.offload_policy
-        if self.checkpointing is not None and self.checkpointing.offload and device.type == "cpu":
+        policy, hardware = self.offload_policy, self.passes.hardware if self.passes is not None else None
+        computes_here = device.type == "cpu" and (hardware is None or not find_hardware(hardware).overlaps)
+        if self.checkpointing is not None and self.checkpointing.offload and computes_here:
             warnings.warn(
                 "activation_checkpointing: activations are offloaded to the CPU's memory, and the model is on the CPU: "
                 "the copies save nothing there",
@@ -129,7 +130,7 @@ class CompileOptions:
             )
         if not isinstance(policy, CPUOffloadPolicy):
             return None
-        if device.type == "cpu":
+        if computes_here:
             warnings.warn(
                 "offload_policy=CPUOffloadPolicy(): the model computes on the CPU, where its shards are anyway; they "
                 "are copied before each gather and gradients after each reduction all the same, which saves no "

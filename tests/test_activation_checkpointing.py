@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,8 @@ from printed import calls
 from torch import Tensor, nn
 
 import graph_fsdp
-from graph_fsdp import ActivationCheckpointing
+from graph_fsdp import ActivationCheckpointing, compat
+from graph_fsdp.compat.dynamo import functorch_config
 from graph_fsdp.passes import CheckpointActivations
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role
@@ -146,6 +149,22 @@ def test_only_what_draws_random_numbers_keeps_a_state_of_the_generator(dropout: 
     found = traced("unit", lambda: GPT(depth=2, dropout=dropout), torch.zeros(32, 8, dtype=torch.int64))
     for graph in (found.forward, found.backward):
         assert sum(node.op == "call_function" and "rng_state" in str(node.target) for node in graph.nodes) == draw
+
+
+@pytest.mark.parametrize(("backend", "own"), [("eager", False), ("inductor", True)])
+def test_eager_operators_draw_what_they_draw_without_checkpointing(
+    backend: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA, the partitioner gives operators that it recomputes generators of their own unless it is told not to."""
+    partition, found = compat.min_cut_rematerialization_partition, []
+
+    def partitioned(*args: Any, **kwargs: Any) -> Any:
+        found.append(functorch_config.graphsafe_rng_functionalization)
+        return partition(*args, **kwargs)
+
+    monkeypatch.setattr(compat, "min_cut_rematerialization_partition", partitioned)
+    traced("unit", lambda: GPT(depth=2, dropout=0.1), torch.zeros(32, 8, dtype=torch.int64), backend=backend)
+    assert found == [own]
 
 
 class Scaled(nn.Module):

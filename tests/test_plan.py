@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from models import GPT, MLP, VOCABULARY
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graph_fsdp
 from graph_fsdp.cli.main import main
@@ -67,6 +69,27 @@ def test_memory_has_the_optimizers_state() -> None:
     made = planned(optimizer=None)
     assert made.peak_nbytes == max(view.memory.peak for view in (made.forward, made.backward) if view.memory)
     assert made.fits
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    """Graphs are traced on the CPU, where copies on the CPU would save nothing."""
+
+    def of(hardware: str = "h100", **options: Any) -> graph_fsdp.Plan:
+        rows = torch.empty(256, 16, device="meta")
+        loss = {"loss": lambda out: out.square().mean()}
+        return graph_fsdp.plan(lambda: MLP(depth=6), (rows,), mesh_shape=(8,), hardware=hardware, **loss, **options)
+
+    plain = of()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*save")
+        units, parameters = of(activation_checkpointing="offload"), of(offload_policy=CPUOffloadPolicy())
+    assert units.peak_nbytes < plain.peak_nbytes and units.reserved.allocated < plain.reserved.allocated
+    assert {"shards", "optimizer"} <= set(plain.memory) and not {"shards", "optimizer"} & set(parameters.memory)
+    assert parameters.step().persistent == [0] and not parameters.step().states
+    assert parameters.optimizer_seconds == 0
+    with pytest.warns(UserWarning, match="the copies save nothing there"):
+        here = of(hardware="cpu", activation_checkpointing="offload")
+    assert here.memory["saved"] > units.memory.get("saved", 0)
 
 
 def test_tokens_are_counted_per_rank() -> None:

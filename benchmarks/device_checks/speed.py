@@ -170,6 +170,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unit": {"activation_checkpointing": "unit"},
     "selective": {"activation_checkpointing": "selective"},
     "activations on the CPU": {"activation_checkpointing": "offload"},
+    "parameters on the CPU": {"offload_policy": CPUOffloadPolicy()},
 }
 
 
@@ -183,11 +184,10 @@ def memory_beside_the_plan(device: torch.device) -> Figures:
 def memory_of_other_options_beside_the_plan(device: torch.device) -> Figures:
     workload = timed_llama(device)
     figures = {name: measured_memory(device, workload, OPTIONS[name]) for name in list(OPTIONS)[1:]}
-    offloaded = {"offload_policy": CPUOffloadPolicy()}
-    return figures | {"parameters on the CPU": measured_memory(device, workload, offloaded, planned=False)}
+    return figures
 
 
-def measured_memory(device: torch.device, workload: Workload, options: dict[str, Any], planned: bool = True) -> Figures:
+def measured_memory(device: torch.device, workload: Workload, options: dict[str, Any]) -> Figures:
     accelerator = torch.accelerator
     torch._dynamo.reset()
     accelerator.memory.empty_cache()
@@ -218,17 +218,16 @@ def measured_memory(device: torch.device, workload: Workload, options: dict[str,
         "step_s": statistics.median(seconds[2:]),
     }
     del model, optimizer
-    if planned:
-        plan = graph_fsdp.plan(
-            lambda: workload.make(torch.device("meta")),
-            workload.tokens(0, 0, torch.device("cpu")),
-            mesh_shape=(RANKS,),
-            hardware="h100" if device.type == VIRTUAL else detect_hardware(device),
-            mp_policy=POLICIES["bfloat16"],
-            **options,
-        )
-        found |= {"planned live": plan.peak_nbytes, "planned reserved": plan.reserved.nbytes}
-        found["planned step_s"] = plan.step_seconds
+    plan = graph_fsdp.plan(
+        lambda: workload.make(torch.device("meta")),
+        workload.tokens(0, 0, torch.device("cpu")),
+        mesh_shape=(RANKS,),
+        hardware="h100" if device.type == VIRTUAL else detect_hardware(device),
+        mp_policy=POLICIES["bfloat16"],
+        **options,
+    )
+    found |= {"planned live": plan.peak_nbytes, "planned reserved": plan.reserved.nbytes}
+    found["planned step_s"] = plan.step_seconds
     return found
 
 

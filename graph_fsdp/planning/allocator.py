@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import Graph, PassContext
-from graph_fsdp.passes.analysis.memory import GraphStorage, Storages, allocations, shard_nbytes
+from graph_fsdp.passes.analysis.memory import GraphStorage, Storages, allocations, shards_on_device
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Phase
 
@@ -189,7 +189,9 @@ def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int,
         found["backward"] = Allocations(backward.found, pairs, gradients)
         parameters = context.model.parameters.values()
         trainable = [p.shard_numel * p.dtype.itemsize for p in parameters if p.trainable]
-    return Step(found, [shard_nbytes(context.model)], trainable * kept, trainable * temporaries)
+        if not shards_on_device(context):  # their optimizer keeps its state where they are
+            trainable = []
+    return Step(found, [shards_on_device(context)], trainable * kept, trainable * temporaries)
 
 
 def replay(step: Step, *, expandable_segments: bool = False) -> Reserved:

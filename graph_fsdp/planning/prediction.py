@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from graph_fsdp.compat import pytree
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
+from graph_fsdp.passes.analysis.memory import shards_on_device
 from graph_fsdp.passes.analysis.optimizers import OPTIMIZERS, optimizer_seconds
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
 from graph_fsdp.passes.pipeline import collector_paused
@@ -59,7 +60,9 @@ class Plan(GraphReport):
         parameters = self.spec.parameters.values()
         self._numel = sum(math.prod(p.shape) for p in parameters)
         trained = [p for p in parameters if p.trainable and "backward" in traced.graphs]
-        self._trained_nbytes = sum(p.shard_numel * p.dtype.itemsize for p in trained)
+        # What an optimizer does with shards on the CPU takes that one's time and memory.
+        here = bool(shards_on_device(traced.context))
+        self._trained_nbytes = here * sum(p.shard_numel * p.dtype.itemsize for p in trained)
 
     @property
     def mesh_shape(self) -> tuple[int, ...] | dict[str, int]:

@@ -10,16 +10,18 @@ give, linear in the graph,
 Lifetimes are the executor's, which drops a value after its last use:
 
 - inputs of forward and inference are live throughout, as the caller holds them. Backward's are dropped at their last
-  use, a batch too, though the user may hold it longer (and torch 2.9 holds the gradients of outputs longer).
+  use, a batch too, though the user may hold it longer; before torch 2.13 not the gradients of outputs, which autograd
+  holds to the end of backward.
 - collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the
   packed gradients that a reduction sends. (Two ranks on gloo cast half of a gradient and hold the other as it is: as
   many bytes where the reduction's type is twice as wide.)
 - a slot is allocated from its first buffer's start to its last buffer's end, and where CUDA graphs read it, throughout
   (``_idle_slots``).
 
-What is on the CPU counts only where the device is the CPU. Values are counted as if every operator wrote its result to
-memory, as ``backend="eager"`` does; a compiler that fuses needs less. What operators and collectives allocate inside
-(workspace) and what the caller computes between forward and backward is not counted.
+What is offloaded counts only where the device is the CPU, and is planned for as one (``copies_are_elsewhere``). Values
+are counted as if every operator wrote its result to memory, as ``backend="eager"`` does; a compiler that fuses needs
+less. What operators and collectives allocate inside (workspace) and what the caller computes between forward and
+backward is not counted.
 """
 
 from __future__ import annotations
@@ -131,8 +133,7 @@ def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False)
         )
     nodes = graph.nodes
     found = storages(graph, context, keep_slots).found
-    on_host = context.model.offload is not None and context.model.offload.device.type != "cpu"
-    timeline = _timeline(found, len(nodes), 0 if on_host else shard_nbytes(context.model))
+    timeline = _timeline(found, len(nodes), shards_on_device(context))
     total = [sum(values) for values in zip(*timeline.values(), strict=True)]
     at = max(range(len(nodes)), key=total.__getitem__)
     live = [Holder(s.node.name, s.category, s.nbytes) for s in found if s.begin <= at <= s.end and s.nbytes]
@@ -153,6 +154,20 @@ def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False)
 def shard_nbytes(model: ModelSpec) -> int:
     """Count the bytes of the storage of all parameters on one rank, with its padding."""
     return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in model.parameters.values())
+
+
+def copies_are_elsewhere(context: PassContext) -> bool:
+    """Say whether what is offloaded to the CPU leaves the device's memory: of an accelerator, or of a graph that was
+    traced on the CPU and is planned for one."""
+    if context.cost is not None:
+        return context.cost.hardware.overlaps
+    return context.model.offload is not None and context.model.offload.device.type != "cpu"
+
+
+def shards_on_device(context: PassContext) -> int:
+    """Count the bytes of the parameters' storage on one rank, and 0 where it is on the CPU beside a device."""
+    offloaded = context.model.offload is not None and copies_are_elsewhere(context)
+    return 0 if offloaded else shard_nbytes(context.model)
 
 
 def _timeline(found: Iterable[GraphStorage], length: int, shards: int) -> dict[Category, tuple[int, ...]]:
@@ -218,7 +233,9 @@ def _values(graph: Graph, context: PassContext) -> Storages:
     last = len(graph.fx_graph.nodes) - 1
     for storage in lifetimes.found:
         storage.category = _category_of_origin(storage.node, graph.phase)
-        held_outside = storage.node.op == "placeholder" and graph.phase != "backward"
+        held_outside = storage.node.op == "placeholder" and (
+            graph.phase != "backward" or (compat.HOLDS_TANGENTS and has_role(storage.node, Role.TANGENT))
+        )
         storage.end = last if held_outside or storage.node.op == "get_attr" else storage.end
     for start in graph.with_role(Role.REDUCE_START):
         _reclassify(start.all_input_nodes, storages_of, "reducing")
@@ -235,10 +252,20 @@ def _values(graph: Graph, context: PassContext) -> Storages:
     elif graph.phase == "backward":
         _reclassify(outputs, storages_of, "gradients")
     found = [storage for storage in lifetimes.found if storage.category != "shards"]
+    if copies_are_elsewhere(context):
+        found = [storage for storage in found if not _is_copy_on_host(storage.node)]
     if (offload := context.model.offload) is not None:  # what is on the CPU is left out where the device is another
         kinds = {s.node: {t.device.type for t in iterate_tensors(s.node.meta.get("val"))} for s in found}
         found = [s for s in found if not kinds[s.node] or offload.device.type in kinds[s.node]]
     return Storages(found, storages_of)
+
+
+def _is_copy_on_host(node: fx.Node) -> bool:
+    """Say whether a node's memory is the CPU's for what is offloaded: of gradients, and of saved activations, which
+    backward receives there."""
+    if node.op == "placeholder":
+        return has_role(node, Role.RELOAD)
+    return has_role(node, Role.OFFLOAD, Role.OFFLOAD_START)
 
 
 class _Lifetimes:
