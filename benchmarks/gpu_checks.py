@@ -2,7 +2,8 @@
 
     make gpu                     all parts
     make gpu PART=A              A: correctness; B: several ranks; C: speed. Each takes at most 9 minutes
-    python benchmarks/gpu_checks.py A --device cuda --out results
+    python benchmarks/gpu_checks.py A --device cuda --out here
+    python benchmarks/gpu_results.py here there    what of these folders the documentation shows
 
 Each check is a process of its own, which is ended when its time is up, so that one that hangs or crashes takes no other
 with it. Those of part A, which measure nothing, run several at a time. A check passed, failed, or could not run, and
@@ -12,7 +13,7 @@ after each check. The exit code is 1 if a check failed.
 Without an accelerator this is a rehearsal on the virtual device (``virtual/``), or on the CPU where there is no C++
 compiler: small models, all checks in one process, as long as none of them hangs or crashes.
 
-The package need not be installed: what is missing of it is taken from this checkout. Not run on an accelerator so far.
+The package need not be installed: what is missing of it is taken from this checkout.
 """
 
 from __future__ import annotations
@@ -251,7 +252,8 @@ class Checks:
             in_order = {n: self.results[n] for n in self.names if n in self.results and CHECKS[n].part == part}
             self.out.mkdir(parents=True, exist_ok=True)
             path = self.out / f"gpu_checks_{part}.json"
-            path.write_text(json.dumps({"device": self.device, "checks": in_order}, indent=1) + "\n")
+            about = {"device": self.device, "side_by_side": self.at_a_time is not None}
+            path.write_text(json.dumps({**about, "checks": in_order}, indent=1) + "\n")
 
 
 def cannot(row: Result) -> bool:
@@ -271,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--at-a-time", type=int, help="so many checks, of all parts together: no figure of time is right"
     )
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results, and build/rehearsal for a rehearsal")
+    parser.add_argument("--out", type=Path, help="default: build/gpu, and build/rehearsal for a rehearsal")
     parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.parts) - set(PARTS)):
@@ -293,7 +295,7 @@ def run_parts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     rehearsal = device in REHEARSED
     if rehearsal:
         print(f"A rehearsal on {device!r}: no figure of it is an accelerator's.")
-    out = options.out or ROOT / ("build/rehearsal" if rehearsal else "benchmarks/results")
+    out = options.out or ROOT / ("build/rehearsal" if rehearsal else "build/gpu")
     wanted = [check.name for check in CHECKS.values() if check.part in (options.parts or PARTS)]
     names = sorted((n for n in wanted if n.startswith(tuple(prefixes))), key=lambda n: CHECKS[n].part)
     everything = Checks(device, names, out, options.seconds, options.at_a_time).run()

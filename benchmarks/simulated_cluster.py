@@ -23,7 +23,7 @@ block compiled and sharded, the embedding sharded by itself, norm and head toget
 FSDP2 waits for every collective where it starts it, since its overlap needs streams: the CPU's figures say nothing of a
 GPU.
 
-The cost model of graph_fsdp is told what the link is (``hardware``). Not run on CUDA yet.
+The cost model of graph_fsdp is told what the link is (``hardware``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 **Streams** (accelerators whose torch module has ``_sleep``; in torch 2.13 that is CUDA's alone). A collective waits for
 what the current stream has queued, occupies a stream of the link's with a kernel that spins for the time, and its
 output is written on another stream meanwhile. The work's ``wait`` makes the current stream wait. The spinning kernel
-takes one block of one multiprocessor: what NCCL's kernels take from compute is not simulated. Not run on CUDA yet.
+takes one block of one multiprocessor: what NCCL's kernels take from compute is not simulated.
 
 **CPU.** A thread of the link's sleeps until the collective's end and then writes its output; ``wait`` blocks the host.
 Copies come on top of the time, and take a core and memory bandwidth from compute.

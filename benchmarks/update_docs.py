@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/compatibility.md``, ``low_precision.md``, ``performance.md``, ``planning.md``,
+"""Write the tables of ``docs/compatibility.md``, ``gpu.md``, ``low_precision.md``, ``performance.md``, ``planning.md``,
 ``reliability.md`` and ``xla.md`` anew from ``benchmarks/results``.
 
     python benchmarks/update_docs.py
@@ -19,7 +19,7 @@ from harness import IMAGES, RESULTS, ROOT
 from tables import machine_line
 
 NOT_MEASURED = "Not measured yet.\n"
-_NAMES = ("compatibility", "low_precision", "performance", "planning", "reliability", "xla")
+_NAMES = ("compatibility", "gpu", "low_precision", "performance", "planning", "reliability", "xla")
 PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in _NAMES)
 _MARKED = re.compile(r"(<!-- results/(?P<name>\w+)\.json -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -29,7 +29,7 @@ def section(path: Path) -> str:
     if not path.exists():
         return NOT_MEASURED
     result = json.loads(path.read_text())
-    table = importlib.import_module(result["benchmark"]).table(result)
+    table = getattr(importlib.import_module(result["benchmark"]), result.get("table", "table"))(result)
     plot = f"![{path.stem}](images/{path.stem}.svg)\n\n" if (IMAGES / f"{path.stem}.svg").exists() else ""
     return f"{plot}```\n{result['command']}\n```\n{_made_with(result)}.\n\n{table.markdown()}\n"
 

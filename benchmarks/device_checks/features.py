@@ -33,8 +33,8 @@ def distributed_optimizers(device: torch.device, case: str) -> Figures:
     """AdamW over slices of the shard storage: losses and parameters are those without ``distribute_optimizer``."""
     with one_of(device, RANKS):
         theirs, found = (stepped(device, options) for options in (None, OPTIMIZERS[case]))
-    # State on the CPU is stepped there, which rounds otherwise; and of a gradient that is all rounding AdamW makes as much
-    # as of any other.
+    # State on the CPU is stepped there, which rounds otherwise. AdamW makes as much of a gradient that is rounding as
+    # of any other.
     limit = 1e-3 if case == "state on the CPU" and device.type not in REHEARSED else 0.0
     worst = max(
         ((a - b).abs().max() / b.abs().max().clamp_min(1e-6)).item() for a, b in zip(found, theirs, strict=True)

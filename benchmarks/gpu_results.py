@@ -1,0 +1,105 @@
+"""What ``gpu_checks.py`` came to on a GPU, for ``docs/gpu.md``.
+
+    python benchmarks/gpu_results.py FOLDER...    write benchmarks/results/gpu_checks.json and gpu_speed.json
+    python benchmarks/update_docs.py
+
+A folder holds the files that a run has written (``--out``). Runs follow each other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_checks import CANNOT_RUN, FAILED, PARTS, PASSED, Result, cannot
+from harness import RESULTS
+from tables import Table
+
+MEASURED = (
+    "steps_of_a_simulated_cluster",
+    "host_time",
+    "optimizer_steps",
+    "memory_beside_the_plan",
+    "memory_of_other_options_beside_the_plan",
+)
+CLUSTERS = {"nvlink": "8 ranks, NVLink", "infiniband": "64 ranks, InfiniBand"}
+
+
+def record(folders: Sequence[Path], path: Path) -> None:
+    """Merge what runs left in their folders, one after the other. That a check passed or failed counts more than that
+    it could not run; of part C nothing counts that ran side by side, whose seconds are not right."""
+    found: dict[str, Result] = {}
+    for file in (folder / f"gpu_checks_{part}.json" for folder in folders for part in PARTS):
+        if not file.exists():
+            continue
+        run = json.loads(file.read_text())
+        for name, row in run["checks"].items():
+            measures = file.stem.endswith("C") and run["side_by_side"]
+            if measures or (cannot(row) and name in found and not cannot(found[name])):
+                continue
+            found[name] = {key: row[key] for key in ("state", "figures", "says")}
+            found[name]["says"] = "".join(row["says"].splitlines()[:1])
+    made = found["versions"]["figures"]
+    about = f"{made['name']}, torch {made['torch']}, CUDA {made['cuda']}, NCCL {made['nccl']}, Python {made['python']}"
+    result = {"benchmark": "gpu_results", "command": "make gpu", "about": about, "checks": found}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    speed = {**result, "table": "speed_table", "command": "make gpu PART=C"}
+    speed["checks"] = {name: row for name, row in found.items() if name in MEASURED and row["state"] == PASSED}
+    path.with_name("gpu_speed.json").write_text(json.dumps(speed, indent=1) + "\n")
+
+
+def table(result: Result) -> Table:
+    """A row for each check, with its cases."""
+    cases: dict[str, list[Result]] = {}
+    for name, row in result["checks"].items():
+        cases.setdefault(name.partition(":")[0], []).append(row)
+    rows = []
+    for name, found in cases.items():
+        states = Counter(row["state"] for row in found)
+        says = [row["says"] for row in found if row["says"]]
+        differences = [row["figures"]["difference"] for row in found if "difference" in row["figures"]]
+        shown = [f"difference at most {max(differences):.1g}"] if differences else []
+        rows.append([f"`{name}`", *(str(states[state] or "") for state in (PASSED, FAILED, CANNOT_RUN))])
+        rows[-1].append("; ".join([*shown, *dict.fromkeys(says)]))
+    return Table(("check", "cases passed", "failed", "could not run", ""), rows)
+
+
+def speed_table(result: Result) -> Table:
+    """A row for each quantity that was measured of ours and of FSDP2, or planned."""
+    figures = {name: row["figures"] for name, row in result["checks"].items()}
+    rows = []
+
+    def add(what: str, ours: float, theirs: float, unit: float, digits: int) -> None:
+        rows.append([what, f"{ours / unit:,.{digits}f}", f"{theirs / unit:,.{digits}f}", f"{ours / theirs:.3f}"])
+
+    for name, label in CLUSTERS.items():
+        ours, theirs = (figures[MEASURED[0]][name][who] for who in ("graph_fsdp", "FSDP2, compiled blocks"))
+        label = f"Llama-3-8B's shapes, 8 layers, {label}"
+        add(f"{label}: ms of a step", ours["step_s"], theirs["step_s"], 1e-3, 1)
+        add(f"{label}: the same where collectives take no time", ours["compute_s"], theirs["compute_s"], 1e-3, 1)
+        add(f"{label}: step over max(compute, link)", ours["over_bound"], theirs["over_bound"], 1, 3)
+        add(f"{label}: GiB at the peak", ours["peak_bytes"], theirs["peak_bytes"], 2**30, 2)
+    host, optimizer = (figures[name] for name in MEASURED[1:3])
+    for ours, theirs in (
+        ("ours", "FSDP2"),
+        ("ours", "FSDP2, compiled blocks"),
+        ("ours, CUDA graphs", "FSDP2, compiled blocks"),
+    ):
+        label = f"GPT of 24 narrow layers, ms of the host in a step: {ours}, {theirs}"
+        add(label, host[ours]["host_s"], host[theirs]["host_s"], 1e-3, 1)
+    for ours in ("ours", "ours, distributed"):
+        label = f"the same, ms of fused AdamW's step: {ours}, FSDP2"
+        add(label, optimizer[ours]["step_s"], optimizer["FSDP2"]["step_s"], 1e-3, 2)
+    memory = {"plain": figures[MEASURED[3]], **figures[MEASURED[4]]}
+    for name, row in memory.items():
+        if "planned live" in row:
+            label = f"Llama of 8 layers of width 1,024, MB at the peak: measured, planned ({name})"
+            add(label, row["live"] - row["before"], row["planned live"], 1e6, 0)
+    return Table(("", "graph_fsdp, or measured", "FSDP2, or planned", "ratio"), rows)
+
+
+if __name__ == "__main__":
+    record([Path(folder) for folder in sys.argv[1:]], RESULTS / "gpu_checks.json")
