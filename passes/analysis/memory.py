@@ -233,10 +233,9 @@ def _values(graph: Graph, context: PassContext) -> Storages:
     last = len(graph.fx_graph.nodes) - 1
     for storage in lifetimes.found:
         storage.category = _category_of_origin(storage.node, graph.phase)
-        held_outside = storage.node.op == "placeholder" and (
-            graph.phase != "backward" or (compat.HOLDS_TANGENTS and has_role(storage.node, Role.TANGENT))
-        )
-        storage.end = last if held_outside or storage.node.op == "get_attr" else storage.end
+        held = graph.phase != "backward" or (compat.HOLDS_TANGENTS and has_role(storage.node, Role.TANGENT))
+        outside = storage.node.op == "get_attr" or (storage.node.op == "placeholder" and held)
+        storage.end = last if outside else storage.end
     for start in graph.with_role(Role.REDUCE_START):
         _reclassify(start.all_input_nodes, storages_of, "reducing")
     for node in graph.with_role(Role.ACCUMULATE, Role.UPDATE):
@@ -261,8 +260,7 @@ def _values(graph: Graph, context: PassContext) -> Storages:
 
 
 def _is_copy_on_host(node: fx.Node) -> bool:
-    """Say whether a node's memory is the CPU's for what is offloaded: of gradients, and of saved activations, which
-    backward receives there."""
+    """Say whether a node's memory is the CPU's: of offloaded gradients, and of activations, in backward too."""
     if node.op == "placeholder":
         return has_role(node, Role.RELOAD)
     return has_role(node, Role.OFFLOAD, Role.OFFLOAD_START)
