@@ -3,7 +3,8 @@
     python benchmarks/gpu_results.py FOLDER...    write benchmarks/results/gpu_checks.json and gpu_speed.json
     python benchmarks/update_docs.py
 
-A folder holds the files that a run has written (``--out``). Runs follow each other.
+A folder holds the files that a run has written (``--out``). Runs follow each other. Steps of the simulated cluster are
+planned here, for the same hardware and link.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import simulated_cluster
+import torch
 from gpu_checks import CANNOT_RUN, FAILED, PARTS, PASSED, Result, cannot
 from harness import RESULTS
+from llama import LENGTHS, llama
 from tables import Table
+
+import graph_fsdp
+from graph_fsdp.passes.analysis import hardware
 
 MEASURED = (
     "steps_of_a_simulated_cluster",
@@ -46,9 +53,25 @@ def record(folders: Sequence[Path], path: Path) -> None:
     about = f"{made['name']}, torch {made['torch']}, CUDA {made['cuda']}, NCCL {made['nccl']}, Python {made['python']}"
     result = {"benchmark": "gpu_results", "command": "make gpu", "about": about, "checks": found}
     path.write_text(json.dumps(result, indent=1) + "\n")
+    for name, figures in found[MEASURED[0]]["figures"].items():
+        figures["planned_s"] = planned_seconds(name, made["name"])
     speed = {**result, "table": "speed_table", "command": "make gpu PART=C"}
     speed["checks"] = {name: row for name, row in found.items() if name in MEASURED and row["state"] == PASSED}
     path.with_name("gpu_speed.json").write_text(json.dumps(speed, indent=1) + "\n")
+
+
+def planned_seconds(cluster: str, device: str) -> float:
+    """What ``graph_fsdp.plan`` says of the step that was measured on a device of this name."""
+    known = next(entry for entry, parts in hardware.DEVICE_NAMES.items() if any(part in device for part in parts))
+    described, length = simulated_cluster.CLUSTERS[cluster], LENGTHS["8b"]
+    joined = simulated_cluster.joined_as(hardware.HARDWARE[known], described, grouped=True)
+    return graph_fsdp.plan(
+        lambda: llama("8b", 8, length, torch.device("meta")),
+        {"input_ids": torch.zeros(1, length, dtype=torch.long)},
+        mesh_shape=(described.ranks,),
+        hardware=joined,
+        mp_policy=simulated_cluster.POLICY,
+    ).step_seconds
 
 
 def table(result: Result) -> Table:
@@ -79,6 +102,9 @@ def speed_table(result: Result) -> Table:
         ours, theirs = (figures[MEASURED[0]][name][who] for who in ("graph_fsdp", "FSDP2, compiled blocks"))
         label = f"Llama-3-8B's shapes, 8 layers, {label}"
         add(f"{label}: ms of a step", ours["step_s"], theirs["step_s"], 1e-3, 1)
+        add(
+            f"{label}: the same, measured and planned", ours["step_s"], figures[MEASURED[0]][name]["planned_s"], 1e-3, 1
+        )
         add(f"{label}: the same where collectives take no time", ours["compute_s"], theirs["compute_s"], 1e-3, 1)
         add(f"{label}: step over max(compute, link)", ours["over_bound"], theirs["over_bound"], 1, 3)
         add(f"{label}: GiB at the peak", ours["peak_bytes"], theirs["peak_bytes"], 2**30, 2)

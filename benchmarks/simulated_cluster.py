@@ -101,16 +101,18 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module, DeviceMesh, Hardware, str], nn.M
 
 
 def hardware_of(cluster: Cluster, device: torch.device) -> Hardware:
-    """The device, joined as the cluster is: what the simulated group does, in the terms of the cost model.
+    """The device, joined as the cluster is. Where the messages of a gather are launched as a group they share its
+    latency; on the CPU they are collectives of their own."""
+    return joined_as(hardware_module.detect_hardware(device), cluster, grouped=device.type != "cpu")
 
-    Where the messages of a gather are launched as a group they share its latency. On the CPU they are collectives of
-    their own: each has the latency, as its ring's steps.
-    """
+
+def joined_as(hardware: Hardware, cluster: Cluster, grouped: bool) -> Hardware:
+    """What the simulated group does, in the terms of the cost model. Each collective has the latency, if it is not
+    ``grouped`` with others, as its ring's steps."""
     ranks, link = cluster.ranks, cluster.link
-    grouped = device.type != "cpu"
     step = 0.0 if grouped else link.latency / (ranks - 1)
     return dataclasses.replace(
-        hardware_module.detect_hardware(device),
+        hardware,
         island=ranks,
         intra=hardware_module.Link(link.bandwidth, latency=step, efficiency=1.0),
         collective_launch=link.latency if grouped else 0.0,

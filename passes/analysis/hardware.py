@@ -186,7 +186,7 @@ _CPU_FLOPS = {**HARDWARE["cpu"].flops, torch.float16: 100e9}
 HARDWARE["cpu"] = dataclasses.replace(HARDWARE["cpu"], flops=_CPU_FLOPS, overlaps=False)
 
 # Entry → what drivers call the devices; the first that matches counts.
-_DEVICE_NAMES = {
+DEVICE_NAMES = {
     "h200": ("H200",),
     "h100": ("H100",),
     "h800": ("H800",),
@@ -222,7 +222,7 @@ def detect_hardware(device: torch.device) -> Hardware:
     if device.type == "cpu":
         return HARDWARE["cpu"]
     name, memory = describe_device(device)
-    known = next((entry for entry, parts in _DEVICE_NAMES.items() if any(part in name for part in parts)), None)
+    known = next((entry for entry, parts in DEVICE_NAMES.items() if any(part in name for part in parts)), None)
     found = HARDWARE[known or _FALLBACKS.get(device.type, "a100" if name else "cpu")]
     called = known or f"unknown {name or device.type} (as {found.name})"
     return dataclasses.replace(found, name=called, memory=memory or found.memory)
