@@ -35,29 +35,35 @@ MEASURED = (
 CLUSTERS = {"nvlink": "8 ranks, NVLink", "infiniband": "64 ranks, InfiniBand"}
 
 
-def record(folders: Sequence[Path], path: Path) -> None:
-    """Merge what runs left in their folders, one after the other. That a check passed or failed counts more than that
-    it could not run; of part C nothing counts that ran side by side, whose seconds are not right."""
+def merged(folders: Sequence[Path]) -> dict[str, Result]:
+    """What checks came to in these folders, one after the other. That a check passed or failed counts more than that it
+    could not run; of part C nothing counts that ran side by side, whose seconds are not right."""
     found: dict[str, Result] = {}
     for file in (folder / f"gpu_checks_{part}.json" for folder in folders for part in PARTS):
         if not file.exists():
             continue
         run = json.loads(file.read_text())
         for name, row in run["checks"].items():
-            measures = file.stem.endswith("C") and run["side_by_side"]
-            if measures or (cannot(row) and name in found and not cannot(found[name])):
+            measured_aside = file.stem.endswith("C") and run["side_by_side"]
+            if measured_aside or (cannot(row) and name in found and not cannot(found[name])):
                 continue
             found[name] = {key: row[key] for key in ("state", "figures", "says")}
             found[name]["says"] = "".join(row["says"].splitlines()[:1])
+    return found
+
+
+def record(folders: Sequence[Path]) -> None:
+    """Write what the documentation shows."""
+    found = merged(folders)
     made = found["versions"]["figures"]
     about = f"{made['name']}, torch {made['torch']}, CUDA {made['cuda']}, NCCL {made['nccl']}, Python {made['python']}"
     result = {"benchmark": "gpu_results", "command": "make gpu", "about": about, "checks": found}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "gpu_checks.json").write_text(json.dumps(result, indent=1) + "\n")
     for name, figures in found[MEASURED[0]]["figures"].items():
         figures["planned_s"] = planned_seconds(name, made["name"])
-    speed = {**result, "table": "speed_table", "command": "make gpu PART=C"}
-    speed["checks"] = {name: row for name, row in found.items() if name in MEASURED and row["state"] == PASSED}
-    path.with_name("gpu_speed.json").write_text(json.dumps(speed, indent=1) + "\n")
+    speed = {name: row for name, row in found.items() if name in MEASURED}
+    result |= {"table": "speed_table", "command": "make gpu PART=C", "checks": speed}
+    (RESULTS / "gpu_speed.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def planned_seconds(cluster: str, device: str) -> float:
@@ -128,4 +134,4 @@ def speed_table(result: Result) -> Table:
 
 
 if __name__ == "__main__":
-    record([Path(folder) for folder in sys.argv[1:]], RESULTS / "gpu_checks.json")
+    record([Path(folder) for folder in sys.argv[1:]])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_checks
+import gpu_results
 import pytest
 from gpu_checks import CANNOT_RUN, FAILED, PASSED
 from virtual import library
@@ -67,6 +68,41 @@ def test_checks_after_one_that_dies_run_in_another_process(
     assert started == [names, names[2:]]
     gpu_checks.Checks("cpu", names, tmp_path, seconds=0).run()
     assert {row["says"] for row in results(tmp_path).values()} == {gpu_checks.TIME_UP}
+
+
+def test_what_runs_came_to_is_merged(tmp_path: Path) -> None:
+    def ran(folder: str, part: str, side_by_side: bool, **states: str) -> Path:
+        checks = {
+            name: {"state": state, "figures": {"of": folder}, "says": f"{state}\nmore", "output": []}
+            for name, state in states.items()
+        }
+        (tmp_path / folder).mkdir(exist_ok=True)
+        text = json.dumps({"device": "cuda", "side_by_side": side_by_side, "checks": checks})
+        (tmp_path / folder / f"gpu_checks_{part}.json").write_text(text)
+        return tmp_path / folder
+
+    first = ran("first", "A", True, mended=FAILED, late=PASSED, never=CANNOT_RUN)
+    ran("first", "C", True, timed=PASSED)
+    second = ran("second", "A", False, mended=PASSED, late=CANNOT_RUN)
+    found = gpu_results.merged([first, second])
+    assert {name: (row["state"], row["figures"]["of"], row["says"]) for name, row in found.items()} == {
+        "mended": (PASSED, "second", PASSED),
+        "late": (PASSED, "first", PASSED),
+        "never": (CANNOT_RUN, "first", CANNOT_RUN),
+    }
+    ran("second", "C", False, timed=PASSED)
+    assert gpu_results.merged([first, second])["timed"]["figures"] == {"of": "second"}
+    rows = {row[0]: row[1:4] for row in gpu_results.table({"checks": found}).rows}
+    assert rows["`mended`"] == ["1", "", ""] and rows["`never`"] == ["", "", "1"]
+
+
+def test_checks_that_run_side_by_side_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from device_checks import CHECKS, Check
+
+    for name in ("one", "two"):
+        monkeypatch.setitem(CHECKS, name, Check(name, "C", 60, lambda device: {}, needs=["cuda"], reason="a GPU"))
+    gpu_checks.Checks("cpu", ["one", "two"], tmp_path, at_a_time=2).run()
+    assert json.loads((tmp_path / "gpu_checks_C.json").read_text())["side_by_side"]
 
 
 def test_names_that_there_are_not() -> None:
