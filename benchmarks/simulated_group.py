@@ -196,9 +196,12 @@ class SimulatedGroup(NamedGroup):
         rank, chunks, part = self.rank(), output.view(self.size(), -1), input.view(1, -1)
 
         def fill() -> None:
-            _copy(chunks[:rank], part)
-            _copy(chunks[rank], part[0])
-            _copy(chunks[rank + 1 :], part)
+            if chunks[rank].data_ptr() != part.data_ptr():
+                chunks.copy_(part)
+                return
+            for others in (chunks[:rank], chunks[rank + 1 :]):
+                if len(others):
+                    others.copy_(part)
 
         return Message("all_gather", self._ring_bytes(output), (output,), (input,), fill)
 
