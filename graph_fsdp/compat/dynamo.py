@@ -41,6 +41,8 @@ from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
+from graph_fsdp.compat.quick_graphs import arguments_unsearched
+
 
 @contextlib.contextmanager
 def random_states_only_where(draws: Callable[[torch.fx.Node], bool]) -> Iterator[None]:
@@ -229,7 +231,7 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         dynamo_utils._get_dynamo_config_for_logging = without_functions
         if untimed:
             guards.profile_guard_manager = lambda *_, **__: 0.0
-        with _use_lazy_graph_module(True):
+        with _use_lazy_graph_module(True), arguments_unsearched():
             yield
     finally:
         dynamo_utils._get_dynamo_config_for_logging = config_for_log

@@ -1,0 +1,51 @@
+"""FX graphs are built and copied without checks of what is known to hold."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch.fx import graph as fx_graph
+
+# From torch 2.13 on each new node looks through the leaves of its arguments for symbolic sizes, to warn whoever has put
+# them there: here that is torch's own tracer. What ``torch.fx.graph`` knows of trees, but for such leaves.
+_TREES: Any = getattr(fx_graph, "pytree", None)
+_WITHOUT_LEAVES = _TREES and types.SimpleNamespace(**{**vars(_TREES), "tree_iter": lambda *_, **__: ()})
+
+
+@contextlib.contextmanager
+def arguments_unsearched() -> Iterator[None]:
+    """Let new nodes not look through their arguments for symbolic sizes, which takes half of their time."""
+    if _TREES is None:
+        yield
+        return
+    before = fx_graph.pytree
+    fx_graph.pytree = _WITHOUT_LEAVES
+    try:
+        yield
+    finally:
+        fx_graph.pytree = before
+
+
+@contextlib.contextmanager
+def quick_copies() -> Iterator[None]:
+    """Let copies of a graph be taken for sound, and ask whether a node has an effect only where nothing reads it. The
+    partitioner makes several copies of a joint graph, and checks each twice."""
+    eliminate = torch.fx.Graph.eliminate_dead_code
+
+    def eliminated(graph: torch.fx.Graph, is_impure_node: Callable[[torch.fx.Node], bool] | None = None) -> bool:
+        if is_impure_node is not None:
+            return eliminate(graph, is_impure_node)
+        draws = torch._inductor.config.fallback_random if TracingContext.try_get() else True  # as torch has it there
+        return eliminate(graph, lambda node: bool(node.users) or node.is_impure(draws))
+
+    with (
+        unittest.mock.patch.object(torch.fx.Graph, "eliminate_dead_code", eliminated),
+        unittest.mock.patch.object(torch.fx.Graph, "lint", lambda self: None),
+    ):
+        yield
