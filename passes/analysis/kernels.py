@@ -17,7 +17,7 @@ import enum
 import functools
 import math
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +173,15 @@ def node_flops(node: fx.Node) -> int:
     return int(formula(*args, **found[1], out_val=_with_hints(node.meta.get("val"))))
 
 
+def _flops_key(node: fx.Node) -> Hashable:
+    """Return what calls of as many FLOPs have in common; None where a size is symbolic."""
+    names = {source: f"%{number}" for number, source in enumerate(node.all_input_nodes)}
+    shapes = tuple(tuple(tuple(t.shape) for t in iterate_tensors(n.meta.get("val"))) for n in (node, *names))
+    if any(type(size) is not int for of_node in shapes for shape in of_node for size in shape):
+        return None
+    return node.target, repr(fx.map_arg((node.args, node.kwargs), names.__getitem__)), shapes
+
+
 def _with_hints(value: Any) -> Any:
     """Return the value with numbers for symbolic sizes, so that a formula guards on nothing."""
     if isinstance(value, torch.SymInt):
@@ -206,6 +215,7 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
     used_outside: set[fx.Node] = set()
     left: dict[tuple[fx.Node, fx.Node], int] = {}  # bytes of a value that a kernel has not read yet
     sizes = {node: value_nbytes(node.meta.get("val")) for node in nodes}
+    flops: dict[Hashable, int] = {}
     for node in nodes:
         mine = work[node]
         if node.op == "output" or node.target in dialect.EXECUTED:
@@ -218,7 +228,9 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
         if mine.kind is Kind.KERNEL:
             inputs = iterate_tensors([source.meta.get("val") for source in node.all_input_nodes])
             mine.dtype = next((value.dtype for value in inputs if value.dtype.is_floating_point), torch.float32)
-            mine.flops = node_flops(node)
+            if (key := _flops_key(node)) is None or key not in flops:
+                flops[key] = node_flops(node)
+            mine.flops = flops[key]
             if packet(node) in _ATTENTION:
                 backward = packet(node) in _IN_BACKWARD
                 mine.efficiency = "attention_backward_efficiency" if backward else "attention_efficiency"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import networkx as nx
 from torch import fx
 
-from graph_fsdp.compat import HigherOrderOperator
+from graph_fsdp.compat import HigherOrderOperator, inputs_of
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, is_view, mutated_inputs
@@ -242,9 +242,9 @@ class Graph:
         held: dict[fx.Node, frozenset[fx.Node]] = {}  # node → buffers that its value may lie in
         found: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.fx_graph.nodes:
-            uses = [held[source] for source in node.all_input_nodes if source in held]
             aliased = []
-            if uses:
+            if not held.keys().isdisjoint(inputs_of(node)):
+                uses = [held[source] for source in inputs_of(node) if source in held]
                 found[node] = uses[0] if len(uses) == 1 else frozenset().union(*uses)
                 aliased = [held[source] for source in aliased_inputs(node) if source in held]
             if node in buffers and (isinstance(node.target, HigherOrderOperator) or not aliased_inputs(node)):
