@@ -39,7 +39,8 @@ def arguments_unsearched() -> Iterator[None]:
 @contextlib.contextmanager
 def quick_copies() -> Iterator[None]:
     """Let copies of a graph be taken for sound, and ask whether a node has an effect only where nothing reads it. The
-    partitioner makes several copies of a joint graph, and checks each twice."""
+    partitioner makes several copies of a joint graph, and checks each twice. A new node's metadata is filled in place:
+    to give it other takes as long as to make the node."""
     eliminate = torch.fx.Graph.eliminate_dead_code
 
     def eliminated(graph: torch.fx.Graph, is_impure_node: Callable[[torch.fx.Node], bool] | None = None) -> bool:
@@ -48,7 +49,14 @@ def quick_copies() -> Iterator[None]:
         draws = torch._inductor.config.fallback_random if TracingContext.try_get() else True  # as torch has it there
         return eliminate(graph, lambda node: bool(node.users) or node.is_impure(draws))
 
+    def copied(graph: torch.fx.Graph, node: torch.fx.Node, to: Callable[[torch.fx.Node], Any] = lambda n: n) -> Any:
+        args, kwargs = torch.fx.map_arg(node.args, to), torch.fx.map_arg(node.kwargs, to)
+        made = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made.meta.update(node.meta)
+        return made
+
     with (
+        unittest.mock.patch.object(torch.fx.Graph, "node_copy", copied),
         unittest.mock.patch.object(torch.fx.Graph, "eliminate_dead_code", eliminated),
         unittest.mock.patch.object(torch.fx.Graph, "lint", lambda self: None),
     ):

@@ -26,6 +26,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.compat import inputs_of
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
@@ -117,6 +118,8 @@ def packet(node: fx.Node) -> Any:
 
 def value_nbytes(value: Any) -> int:
     """Count the bytes of the tensors in a value, symbolic sizes by their hints."""
+    if isinstance(value, torch.Tensor):
+        return _numel(value) * value.dtype.itemsize
     return sum(_numel(tensor) * tensor.dtype.itemsize for tensor in iterate_tensors(value))
 
 
@@ -133,10 +136,9 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.FREE
     if known is Kind.KERNEL:
         return Kind.KERNEL
-    tensors = iterate_tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)])
-    if any(tensor.dtype.is_complex for tensor in tensors):
+    if any(_is_complex(n.meta.get("val")) for n in (node, *inputs_of(node))):
         return Kind.KERNEL
-    constant = known is None and not any(map(has_tensor, node.all_input_nodes))
+    constant = known is None and not any(map(has_tensor, inputs_of(node)))
     return Kind.FUSIBLE if known is Kind.FUSIBLE or constant else Kind.KERNEL
 
 
@@ -155,7 +157,15 @@ def _kind_of_operator(target: Any, formulas: int) -> Kind | None:
 
 def has_tensor(node: fx.Node) -> bool:
     """Say whether a node's value is or holds a tensor."""
-    return next(iterate_tensors(node.meta.get("val")), None) is not None
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or next(iterate_tensors(value), None) is not None
+
+
+def _is_complex(value: Any) -> bool:
+    """Say whether a value is or holds a complex tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_complex
+    return any(tensor.dtype.is_complex for tensor in iterate_tensors(value))
 
 
 def node_flops(node: fx.Node) -> int:
@@ -267,7 +277,7 @@ def _fusion_groups(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> 
     fusible = {node for node, mine in work.items() if mine.kind is Kind.FUSIBLE}
     levels, groups = _levels(work, roots), UnionFind(node for node in work if node in fusible)
     for node in work:
-        for source in node.all_input_nodes if node in fusible else ():
+        for source in inputs_of(node) if node in fusible else ():
             root = roots[source]
             if root in fusible and levels[root] == levels[node]:
                 groups.union(root, node)
@@ -281,7 +291,7 @@ def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx
     behind: dict[fx.Node, int] = {}  # the level of what reads a node
     ends_fusion: set[fx.Node] = set()
     for node, mine in work.items():
-        levels[node] = level = max([behind[roots[source]] for source in node.all_input_nodes], default=0)
+        levels[node] = level = max([behind[roots[source]] for source in inputs_of(node)], default=0)
         if mine.kind is Kind.KERNEL or (mine.kind is Kind.FREE and node.target in dialect.EXECUTED):
             ends_fusion.add(node)
             level += 1
@@ -293,7 +303,7 @@ def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx
             levels[node] = latest.get(node, levels[node])
         if fusible or node in ends_fusion:
             level = levels[node]
-            for source in node.all_input_nodes:
+            for source in inputs_of(node):
                 root = roots[source]
                 latest[root] = min(latest.get(root, level), level)
     return levels

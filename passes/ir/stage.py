@@ -53,7 +53,7 @@ class Snapshot:
         for node, op, target, args, kwargs, name, meta in self.entries:
             copied: Any = fx.map_arg((args, kwargs), copies.__getitem__)
             copies[node] = graph.create_node(op, target, copied[0], copied[1], name)
-            copies[node].meta = meta.copy()
+            copies[node].meta.update(meta)
         return graph
 
 

@@ -185,7 +185,7 @@ class _Expansion:
             target = f"_repeated_{made.index}_{node.target}"  # a constant; the layers share it
             setattr(self.module, target, getattr(made.module, str(node.target)))
         copy = self.graph.create_node(node.op, target, args, kwargs, name, node.type)
-        copy.meta = node.meta.copy()
+        copy.meta.update(node.meta)
         if (checkpoint := copy.meta.get("ac_graph_id")) is not None:  # the partitioner compares them
             copy.meta["ac_graph_id"] = self._checkpoints.setdefault((index, checkpoint), len(self._checkpoints))
         self._copies[place] = copy
