@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import types
 import unittest.mock
@@ -10,8 +11,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch._functorch import compile_utils
 from torch._guards import TracingContext
 from torch.fx import graph as fx_graph
+from torch.utils._pytree import tree_flatten
 
 # From torch 2.13 on each new node looks through the leaves of its arguments for symbolic sizes, to warn whoever has put
 # them there: here that is torch's own tracer. What ``torch.fx.graph`` knows of trees, but for such leaves.
@@ -20,6 +23,11 @@ _WITHOUT_LEAVES = _TREES and types.SimpleNamespace(**{**vars(_TREES), "tree_iter
 
 # Returns the nodes that a node reads, in order, as ``all_input_nodes`` does, without a copy: not while it is changed.
 inputs_of: Callable[[torch.fx.Node], Collection[torch.fx.Node]] = operator.attrgetter("_input_nodes")
+
+# Returns a node's ``args`` and ``kwargs``.
+arguments_of: Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]] = operator.attrgetter(
+    "_args", "_kwargs"
+)
 
 
 @contextlib.contextmanager
@@ -56,8 +64,25 @@ def quick_copies() -> Iterator[None]:
         return made
 
     with (
+        unittest.mock.patch.object(compile_utils, "tree_flatten", _flattened),
         unittest.mock.patch.object(torch.fx.Graph, "node_copy", copied),
         unittest.mock.patch.object(torch.fx.Graph, "eliminate_dead_code", eliminated),
         unittest.mock.patch.object(torch.fx.Graph, "lint", lambda self: None),
     ):
         yield
+
+
+# Types of arguments that are no trees.
+_LEAVES = {torch.fx.Node, bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout}
+
+
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    """Do what torch's ``tree_flatten`` does, quickly for a tuple of leaves, as most arguments are."""
+    if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):
+        return list(tree), _spec(len(tree))
+    return tree_flatten(tree)
+
+
+@functools.cache
+def _spec(length: int) -> Any:
+    return tree_flatten((None,) * length)[1]

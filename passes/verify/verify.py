@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from graph_fsdp.compat import inputs_of
+from graph_fsdp.compat import arguments_of, inputs_of
 from graph_fsdp.passes.context import PassContext, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
@@ -148,10 +148,12 @@ class Verifier:
         state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
         latest = {buffer: buffer for buffer in buffers}  # the collective that was started last on it
         gathered: dict[str, fx.Node] = {}
+        if bare := next((start for start in starts if record(start) is None), None):
+            self._fail("collectives carry a record", bare, f"{bare} has no meta['fsdp']")
         for node in self.graph.fx_graph.nodes:
-            is_start, found = node in starts, record(node)
-            if is_start and found is None:
-                self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
+            found = record(node)
+            if found is None and node not in uses:
+                continue
             if found is not None:
                 self._layout(node)
                 if node in buffers and found.role in (Role.GATHER_START, Role.KEPT):
@@ -160,7 +162,7 @@ class Verifier:
                         self._fail("each bucket is gathered once", node, f"{other} gathers the same bucket")
             for root in uses.get(node, ()):
                 state[root] = self._advance(node, root, state[root])
-                if is_start and state[root] == "started":
+                if node in starts and state[root] == "started":
                     latest[root] = node
         for buffer, final in state.items():
             if final == "started":
@@ -385,15 +387,13 @@ class Verifier:
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    return (node.target, node.args, node.kwargs, node.meta.get("val"))
+    return (node.target, *arguments_of(node), node.meta.get("val"))
 
 
 def _is_of(signature: tuple[Any, ...], node: fx.Node) -> bool:
     """Say whether a node is as it was when it had this signature."""
     target, args, kwargs, value = signature
-    if value is not node.meta.get("val") or target != node.target:
-        return False
-    return bool((args is node.args or args == node.args) and (kwargs is node.kwargs or kwargs == node.kwargs))
+    return value is node.meta.get("val") and target == node.target and (args, kwargs) == arguments_of(node)
 
 
 def _output_values(graph: Graph) -> list[Any]:
