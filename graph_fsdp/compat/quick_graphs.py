@@ -77,7 +77,9 @@ _LEAVES = {torch.fx.Node, bool, int, float, str, type(None), torch.dtype, torch.
 
 
 def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    """Do what torch's ``tree_flatten`` does, quickly for a tuple of leaves, as most arguments are."""
+    """Do what torch's ``tree_flatten`` does, quickly for a tuple of leaves and no keywords, as most arguments are."""
+    if isinstance(tree, (tuple, dict)) and not tree:
+        return [], _empty(type(tree))
     if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):
         return list(tree), _spec(len(tree))
     return tree_flatten(tree)
@@ -86,3 +88,8 @@ def _flattened(tree: Any) -> tuple[list[Any], Any]:
 @functools.cache
 def _spec(length: int) -> Any:
     return tree_flatten((None,) * length)[1]
+
+
+@functools.cache
+def _empty(kind: type) -> Any:
+    return tree_flatten(kind())[1]
