@@ -267,10 +267,14 @@ def module_of(graph: torch.fx.Graph) -> torch.fx.GraphModule:
 
 def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
     """For a time, let AOTAutograd print graphs only if a log wants them; torch 2.13 always does."""
-    name, wanted = "_log_fw_bw_graphs", trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
-    if wanted or not hasattr(graph_compile, name):
-        return contextlib.nullcontext()
-    return unittest.mock.patch.object(graph_compile, name, lambda *_, **__: (None, None))
+    patches = contextlib.ExitStack()
+    for name, text, log in (("_log_fw_bw_graphs", (None, None), "graphs"), ("_log_joint_graph", None, "joint")):
+        if not hasattr(graph_compile, name) or trace_log.handlers:
+            continue
+        if not getattr(graph_compile, f"aot_{log}_log").isEnabledFor(logging.INFO):
+            patch = unittest.mock.patch.object(graph_compile, name, lambda *_, text=text, **__: text)
+            patches.enter_context(patch)
+    return patches
 
 
 # Calls the graph of a checkpoint on its inputs.
@@ -321,7 +325,7 @@ def with_graph(
 ) -> torch.fx.GraphModule:
     """Return Dynamo's ``module`` with another graph of the same inputs, which AOTAutograd guards on by their sources.
     ``copies`` maps nodes of the old graph to those of the new one."""
-    made = torch.fx.GraphModule(module, graph)
+    made = _make_graph_module(module, graph)
     made.meta = dict(module.meta)
     if hasattr(module, "_param_name_to_source"):
         made._param_name_to_source = module._param_name_to_source

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch._functorch import compile_utils
+from torch._functorch import compile_utils, partitioners
 from torch._guards import TracingContext
 from torch.fx import graph as fx_graph
 from torch.utils._pytree import tree_flatten
@@ -48,8 +48,19 @@ def arguments_unsearched() -> Iterator[None]:
 def quick_copies() -> Iterator[None]:
     """Let copies of a graph be taken for sound, and ask whether a node has an effect only where nothing reads it. The
     partitioner makes several copies of a joint graph, and checks each twice. A new node's metadata is filled in place:
-    to give it other takes as long as to make the node."""
+    to give it other takes as long as to make the node. The backward graph, which the partitioner makes to see what it
+    reads, is made again only if it is to read less."""
     eliminate = torch.fx.Graph.eliminate_dead_code
+    extract = partitioners._extract_graph_with_inputs_outputs
+    extractions: list[tuple[Any, torch.fx.Graph]] = []
+
+    def extracted(*args: Any, **kwargs: Any) -> torch.fx.Graph:
+        given = args, kwargs
+        made = next((graph for before, graph in extractions if before == given), None)
+        if made is None:
+            made = extract(*args, **kwargs)
+            extractions.append((given, made))
+        return made
 
     def eliminated(graph: torch.fx.Graph, is_impure_node: Callable[[torch.fx.Node], bool] | None = None) -> bool:
         if is_impure_node is not None:
@@ -64,6 +75,7 @@ def quick_copies() -> Iterator[None]:
         return made
 
     with (
+        unittest.mock.patch.object(partitioners, "_extract_graph_with_inputs_outputs", extracted),
         unittest.mock.patch.object(compile_utils, "tree_flatten", _flattened),
         unittest.mock.patch.object(torch.fx.Graph, "node_copy", copied),
         unittest.mock.patch.object(torch.fx.Graph, "eliminate_dead_code", eliminated),
