@@ -79,10 +79,12 @@ class FakeValues:
     def again(self, node: fx.Node) -> Callable[[fx.Node], Any] | None:
         """Return what makes the value of a call of the same graph that is equal to this one, None where it has to be
         run."""
-        if not node.all_input_nodes:
-            return _again_without_inputs(node)
-        known = self._known.get(_key(node))
-        return None if known is None else known.again
+        if node.all_input_nodes:
+            known = self._known.get(_key(node))
+            is_known = known is not None and known.again is not None
+        else:
+            is_known = _is_described(node)
+        return again_of(node, node.meta["val"], fake_mode_of([node])) if is_known else None
 
     def kind_of(self, node: fx.Node) -> Any:
         """Return the kind of what the operator computes, whatever the node's value. Raises what it raises."""
@@ -145,12 +147,12 @@ def again_of(node: fx.Node, value: Any, mode: Any = None) -> Callable[[fx.Node],
     )
 
 
-def _again_without_inputs(node: fx.Node) -> Callable[[fx.Node], Any] | None:
+def _is_described(node: fx.Node) -> bool:
     try:
         describe_call(node)
     except NotDescribed:
-        return None
-    return again_of(node, node.meta["val"], fake_mode_of([node]))
+        return False
+    return True
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

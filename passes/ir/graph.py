@@ -96,7 +96,8 @@ class Graph:
     """Wraps one FX graph on its way through the passes.
 
     ``phase`` says which: ``"capture"`` (Dynamo's), ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
-    ``cost``: the model by which ``dependencies`` tells the seconds of nodes; set by whoever has one.
+    ``cost``: the model by which ``dependencies`` tells the seconds of nodes; set by whoever has one. ``timed``: what a
+    cost model has told of the graph as it was then.
 
     What passes find:
     ``facts`` that hold now; ``order``: that of the collectives, once it is fixed.
@@ -117,6 +118,7 @@ class Graph:
         self.module = module
         self.phase: Phase = phase
         self.cost: CostModel | None = None
+        self.timed: Any = None
         self.facts = GIVEN[phase]
         self.order: list[tuple[str, str]] | None = None
         self.slots: tuple[int, ...] = ()
