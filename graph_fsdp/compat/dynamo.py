@@ -268,10 +268,11 @@ def module_of(graph: torch.fx.Graph) -> torch.fx.GraphModule:
 def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
     """For a time, let AOTAutograd print graphs only if a log wants them; torch 2.13 always does."""
     patches = contextlib.ExitStack()
-    for name, text, log in (("_log_fw_bw_graphs", (None, None), "graphs"), ("_log_joint_graph", None, "joint")):
+    written = (("_log_fw_bw_graphs", (None, None), "aot_graphs_log"), ("_log_joint_graph", None, "aot_joint_log"))
+    for name, text, log in written:
         if not hasattr(graph_compile, name) or trace_log.handlers:
             continue
-        if not getattr(graph_compile, f"aot_{log}_log").isEnabledFor(logging.INFO):
+        if not getattr(graph_compile, log).isEnabledFor(logging.INFO):
             patch = unittest.mock.patch.object(graph_compile, name, lambda *_, text=text, **__: text)
             patches.enter_context(patch)
     return patches
