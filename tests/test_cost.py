@@ -24,6 +24,7 @@ from graph_fsdp.passes import (
     PassContext,
     default_pipeline,
 )
+from graph_fsdp.passes.analysis import cost
 from graph_fsdp.passes.analysis.cost import collective_key, op_key
 from graph_fsdp.passes.analysis.kernels import CPU_ATTENTION_FORMULAS, graph_work, node_flops
 from graph_fsdp.passes.ir import dialect
@@ -98,6 +99,29 @@ def test_inputs_views_and_outputs_cost_nothing() -> None:
     graph = trace(lambda x: x.view(8, 8).t()[1:].unsqueeze(0), tensor(64))
     assert set(model().graph_seconds(graph).values()) == {0.0}
     assert set(model(fused=False).graph_seconds(graph).values()) == {0.0}
+
+
+def test_a_graph_is_timed_once_for_as_long_as_it_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = trace(lambda x, w: (x @ w).relu(), tensor(64, 64), tensor(64, 64)), model()
+    timed: list[Graph] = []
+    monkeypatch.setattr(cost, "graph_work", lambda graph, **how: timed.append(graph) or graph_work(graph, **how))
+    first = costs.graph_seconds(graph)
+    (product,), (relu,) = calls(graph, aten.mm.default), calls(graph, aten.relu.default)
+    first.clear()
+    assert costs.graph_seconds(graph)[product] > 0
+    assert len(timed) == 1
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(relu, "target", aten.neg.default),
+        lambda: setattr(relu, "args", (graph.placeholders[0],)),
+        lambda: relu.meta.update(val=relu.meta["val"][:32]),
+        lambda: relu.append(product),
+    ]
+    for number, change in enumerate(changes, 2):
+        change()
+        costs.graph_seconds(graph)
+        assert len(timed) == number
+    model().graph_seconds(graph)
+    assert len(timed) == 6, "another model has other seconds"
 
 
 def test_a_fused_pointwise_chain_reads_once_writes_once_and_launches_once() -> None:

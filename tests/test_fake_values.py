@@ -128,6 +128,36 @@ def test_a_value_made_from_an_equal_calls_is_what_the_operator_gives(
     assert memory(ran) != memory(made), "equal calls on other memory have values in other memory"
 
 
+def test_results_that_are_not_dense_or_several_or_none_are_made_likewise(calls: Calls) -> None:
+    permuted, flat = (lambda: torch.empty(8, 4).t()), (lambda: torch.empty(2, 4, 8, 16))
+    cases = (
+        (permuted, lambda x: calls.value(aten.neg.default, x)),
+        (permuted, lambda x: calls.value(aten.sort.default, x)),
+        (flat, lambda x: calls.value(aten._scaled_dot_product_flash_attention_for_cpu.default, x, x, x)),
+        (flat, lambda x: calls.value(dialect.free, x)),
+    )
+    for number, (make, call) in enumerate(cases, 1):
+        ran, made = (call(calls.input(make)) for _ in range(2))
+        assert calls.run == number
+        assert type(ran) is type(made)
+        tensors = [list(fake_values.iterate_tensors(value)) for value in (ran, made)]
+        facts = [[(kind(t), t.stride(), t.untyped_storage().nbytes(), t.fake_mode) for t in each] for each in tensors]
+        assert facts[0] == facts[1]
+        memories = [fake_values.compat.storage_id(t) for each in tensors for t in each]
+        assert len(set(memories)) == len(memories), "each lies in memory of its own"
+
+
+def test_a_call_without_inputs_is_made_again_in_its_graph(calls: Calls) -> None:
+    node = calls.graph.call_function(aten.full.default, ([4, 8], 1.0))
+    with calls.mode:
+        node.meta["val"] = calls.values.of(node)
+    again = calls.values.again(node)
+    assert again is not None
+    value = again(node)
+    assert (kind(value), value.fake_mode) == (kind(torch.empty(4, 8)), calls.mode)
+    assert fake_values.compat.storage_id(value) != fake_values.compat.storage_id(node.meta["val"])
+
+
 def test_reshape_gives_a_view_or_a_copy_whichever_strides_allow(calls: Calls) -> None:
     for make in (FLOATS, lambda: torch.empty(8, 4).t()):
         inputs = [calls.input(make) for _ in range(2)]

@@ -40,13 +40,18 @@ def test_the_minimum_cut_of_a_joint_graph_is_that_of_preflow_push(monkeypatch: p
 def test_the_minimum_cut_of_a_random_graph_is_that_of_preflow_push(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     monkeypatch.setattr(minimum_cut, "ENOUGH", draw.choice((1, 4, 500)))
+    layers = draw.choice((1, 3))
     nodes = ["source", *range(draw.randint(1, 12)), "sink"]
     graph = networkx.DiGraph()
-    graph.add_nodes_from(nodes)
+    graph.add_nodes_from(_of_layer(node, layer) for layer in range(layers) for node in nodes)
     endless = draw.choice((0.0, 0.1, 0.4))
     for _ in range(draw.randint(0, 4 * len(nodes))):
         begin, end = draw.sample(nodes, 2)  # also out of the sink, and into the source
-        graph.add_edge(begin, end, capacity=math.inf if draw.random() < endless else draw.randint(0, 5))
+        capacity = math.inf if draw.random() < endless else draw.randint(0, 5)
+        for layer in range(layers):
+            graph.add_edge(_of_layer(begin, layer), _of_layer(end, layer), capacity=capacity)
+    if layers > 1 and draw.random() < 0.5:  # two are connected, and so are no longer what the third is
+        graph.add_edge(_of_layer(0, 0), _of_layer(0, 1), capacity=draw.randint(0, 5))
     try:
         expected = networkx.minimum_cut(graph, "source", "sink")
     except networkx.NetworkXUnbounded:
@@ -54,3 +59,24 @@ def test_the_minimum_cut_of_a_random_graph_is_that_of_preflow_push(seed: int, mo
             minimum_cut.minimum_cut(graph, "source", "sink")
     else:
         assert minimum_cut.minimum_cut(graph, "source", "sink") == expected
+
+
+def _of_layer(node: Any, layer: int) -> Any:
+    return node if isinstance(node, str) else (node, layer)
+
+
+def test_one_of_equal_pieces_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = networkx.DiGraph()
+    for layer in range(50):
+        for begin, end in (("source", 0), (0, 1), (0, 2), (2, 1), (1, "sink")):
+            capacity = 1 + (end == "sink" and layer == 49)
+            graph.add_edge(_of_layer(begin, layer), _of_layer(end, layer), capacity=capacity)
+    nodes = []
+    quick = networkx.algorithms.flow.minimum_cut
+    monkeypatch.setattr(
+        networkx.algorithms.flow,
+        "minimum_cut",
+        lambda part, *given, **how: nodes.append(len(part)) or quick(part, *given, **how),
+    )
+    assert minimum_cut.minimum_cut(graph, "source", "sink") == networkx.minimum_cut(graph, "source", "sink")
+    assert nodes == [2 * 3 + 2]

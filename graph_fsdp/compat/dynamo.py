@@ -41,6 +41,8 @@ from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
+from graph_fsdp.compat.quick_graphs import arguments_unsearched
+
 
 @contextlib.contextmanager
 def random_states_only_where(draws: Callable[[torch.fx.Node], bool], *, draws_as_eager: bool = False) -> Iterator[None]:
@@ -234,7 +236,7 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         dynamo_utils._get_dynamo_config_for_logging = without_functions
         if untimed:
             guards.profile_guard_manager = lambda *_, **__: 0.0
-        with _use_lazy_graph_module(True):
+        with _use_lazy_graph_module(True), arguments_unsearched():
             yield
     finally:
         dynamo_utils._get_dynamo_config_for_logging = config_for_log
@@ -270,10 +272,15 @@ def module_of(graph: torch.fx.Graph) -> torch.fx.GraphModule:
 
 def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
     """For a time, let AOTAutograd print graphs only if a log wants them; torch 2.13 always does."""
-    name, wanted = "_log_fw_bw_graphs", trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
-    if wanted or not hasattr(graph_compile, name):
-        return contextlib.nullcontext()
-    return unittest.mock.patch.object(graph_compile, name, lambda *_, **__: (None, None))
+    patches = contextlib.ExitStack()
+    written = (("_log_fw_bw_graphs", (None, None), "aot_graphs_log"), ("_log_joint_graph", None, "aot_joint_log"))
+    for name, text, log in written:
+        if not hasattr(graph_compile, name) or trace_log.handlers:
+            continue
+        if not getattr(graph_compile, log).isEnabledFor(logging.INFO):
+            patch = unittest.mock.patch.object(graph_compile, name, lambda *_, text=text, **__: text)
+            patches.enter_context(patch)
+    return patches
 
 
 # Calls the graph of a checkpoint on its inputs.
@@ -324,7 +331,7 @@ def with_graph(
 ) -> torch.fx.GraphModule:
     """Return Dynamo's ``module`` with another graph of the same inputs, which AOTAutograd guards on by their sources.
     ``copies`` maps nodes of the old graph to those of the new one."""
-    made = torch.fx.GraphModule(module, graph)
+    made = _make_graph_module(module, graph)
     made.meta = dict(module.meta)
     if hasattr(module, "_param_name_to_source"):
         made._param_name_to_source = module._param_name_to_source

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._dynamo.source import TypeSource
-from torch._guards import Guard, Source
+from torch._guards import ChainedSource, Guard, Source
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -95,18 +95,33 @@ class Counterparts:
 
     def value(self, source: Source) -> Any:
         """Return the value of a source. Raises Differs if there is none."""
+        if source in self._values:
+            return self._values[source]
+        base = getattr(source, "base", None)
         try:
-            return source.get_value(self._globals, {}, self._values)
+            if base is None or type(source).get_value is not ChainedSource.get_value:
+                return source.get_value(self._globals, {}, self._values)
+            # That compiles the expression each time.
+            found = eval(_expression(cast(Any, source)._name_template), self._globals, {"tmp": self.value(base)})
         except Exception as error:
             raise Differs(f"{source.name} has no value") from error
+        self._values[source] = found
+        return found
+
+
+@functools.cache
+def _expression(template: str) -> types.CodeType:
+    """Compile what the value of a source is of that of its base, ``tmp``."""
+    return compile(template.format("tmp"), "<source>", "eval")
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Holds a guard on something of a layer, and what that was."""
+    """Holds a guard on something of a layer, and what that was; ``copied``: whether other layers get one like it."""
 
     guard: Guard
     value: Any
+    copied: bool
 
 
 class LayerGuards:
@@ -126,11 +141,16 @@ class LayerGuards:
             if is_under(read, source):
                 if unknown := _arguments(guard, object, but=(*_CONSTANTS, Source)):
                     raise Differs(f"{guard.create_fn_name()} on {guard.name} keeps a {type(unknown[0]).__name__}")
-                self._reads.append(_Read(guard, values.value(read)))
+                value = values.value(read)
+                copied = not isinstance(value, torch.Tensor) and not _is_of_a_class(read)
+                self._reads.append(_Read(guard, value, copied))
             elif any(is_under(other, source) for other in _arguments(guard, Source)):
                 raise Differs(f"{read.name} is guarded to be something of the layer")
             elif hasattr(read, "base") and id(values.value(read)) in own:
                 raise Differs(f"{read.name} is another name of something of the layer")
+        self._lines: dict[Source, Any] = {}
+        for one in self._reads:
+            self._lines.setdefault(one.guard.originating_source, one.guard.user_stack)
         self._ordered = [read for read in output.guard_on_key_order if is_under(read, source)]
 
     def tensors(self) -> Iterator[Source]:
@@ -141,7 +161,7 @@ class LayerGuards:
 
     def lines(self, source: Source) -> Any:
         """Return the user's lines that have read a tensor."""
-        return next(read.guard.user_stack for read in self._reads if read.guard.originating_source == source)
+        return self._lines[source]
 
     def check(self, layer: nn.Module, counterparts: Counterparts) -> None:
         """Raise Differs unless each of the guards holds for ``layer``, too."""
@@ -166,7 +186,7 @@ class LayerGuards:
         """Guard another layer likewise. Tensors are guarded where they become inputs of the graph; what belongs to a
         class is guarded already, and so is that a module is of it."""
         for read in self._reads:
-            if not isinstance(read.value, torch.Tensor) and not _is_of_a_class(read.guard.originating_source):
+            if read.copied:
                 there, made = counterparts.source(read.guard.originating_source), read.guard.create_fn
                 if isinstance(made, functools.partial):
                     keywords = {name: counterparts.argument(kept) for name, kept in made.keywords.items()}

@@ -227,7 +227,21 @@ def fake_tensor(
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if memory is not None:
             meta.set_(memory.untyped_storage(), offset, shape, stride)
-    return FakeTensor(mode, meta, device)
+    if device not in _FAKE:
+        made: Any = FakeTensor(mode, meta, device)
+        _FAKE[device] = made.fake_device, {name: value for name, value in vars(made).items() if name != "fake_mode"}
+        return cast(torch.Tensor, made)
+    # The constructor takes three times as long.
+    there, attributes = _FAKE[device]
+    make: Any = torch.Tensor._make_subclass
+    made = make(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=there)
+    unsafe = mode._allow_unsafe_data_ptr_access
+    (torch._C._set_warn_deprecated_on_mutable_data_ptr if unsafe else torch._C._set_throw_on_mutable_data_ptr)(made)
+    vars(made).update(attributes, fake_mode=mode)
+    return cast(torch.Tensor, made)
+
+
+_FAKE: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}  # what fake tensors of a device have in common
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -102,6 +102,7 @@ class AotTrace:
             )
             stack.enter_context(compat.quick_minimum_cuts())
             stack.enter_context(compat.graphs_without_code())
+            stack.enter_context(compat.quick_copies())
             forward, backward = compat.min_cut_rematerialization_partition(
                 module, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
             )

@@ -30,6 +30,7 @@ alike has to come from one rank's numbers, or from shapes that are the same ever
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
@@ -39,6 +40,7 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.compat import arguments_of
 from graph_fsdp.passes.analysis.hardware import Hardware, check_fields
 from graph_fsdp.passes.analysis.kernels import Kind, Work, graph_work, packet, value_nbytes
 from graph_fsdp.passes.ir import dialect
@@ -130,6 +132,17 @@ def _full_nbytes(node: fx.Node, size: int) -> int:
     return value_nbytes(node.meta["val"]) * (size if node.target is dialect.reduce_scatter_start else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """Holds the seconds of a graph as it was: its nodes with operators, arguments and values, and their
+    addresses."""
+
+    cost: CostModel
+    nodes: list[tuple[Any, ...]]
+    addresses: list[int]
+    seconds: dict[fx.Node, float]
+
+
 @dataclass(eq=False)
 class CostModel:
     """Gives seconds on given hardware.
@@ -157,6 +170,15 @@ class CostModel:
         a collective has the seconds of the copies that it sends, and the wait those of unpacking, where they overlap. A
         collective of the model's own, which is waited for at once, has its seconds.
         """
+        nodes = graph.fx_graph.nodes
+        now = [(node, node.target, *arguments_of(node), node.meta.get("val")) for node in nodes]
+        addresses = list(map(id, itertools.chain.from_iterable(now)))
+        timed: _Timed | None = graph.timed
+        if timed is None or timed.cost is not self or timed.addresses != addresses:
+            graph.timed = timed = _Timed(self, now, addresses, self._graph_seconds(graph))
+        return timed.seconds.copy()
+
+    def _graph_seconds(self, graph: Graph) -> dict[fx.Node, float]:
         seconds: dict[fx.Node, float] = {}
         for node, work in graph_work(graph, fused=self.fused).items():
             own = self.model_collective_seconds(node)

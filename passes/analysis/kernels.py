@@ -17,17 +17,17 @@ import enum
 import functools
 import math
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from networkx.utils import UnionFind
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.compat import inputs_of
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, memory_effects, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import argument, operand
@@ -117,6 +117,8 @@ def packet(node: fx.Node) -> Any:
 
 def value_nbytes(value: Any) -> int:
     """Count the bytes of the tensors in a value, symbolic sizes by their hints."""
+    if isinstance(value, torch.Tensor):
+        return _numel(value) * value.dtype.itemsize
     return sum(_numel(tensor) * tensor.dtype.itemsize for tensor in iterate_tensors(value))
 
 
@@ -133,10 +135,9 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.FREE
     if known is Kind.KERNEL:
         return Kind.KERNEL
-    tensors = iterate_tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)])
-    if any(tensor.dtype.is_complex for tensor in tensors):
+    if any(_is_complex(n.meta.get("val")) for n in (node, *inputs_of(node))):
         return Kind.KERNEL
-    constant = known is None and not any(map(has_tensor, node.all_input_nodes))
+    constant = known is None and not any(map(has_tensor, inputs_of(node)))
     return Kind.FUSIBLE if known is Kind.FUSIBLE or constant else Kind.KERNEL
 
 
@@ -155,7 +156,15 @@ def _kind_of_operator(target: Any, formulas: int) -> Kind | None:
 
 def has_tensor(node: fx.Node) -> bool:
     """Say whether a node's value is or holds a tensor."""
-    return next(iterate_tensors(node.meta.get("val")), None) is not None
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or next(iterate_tensors(value), None) is not None
+
+
+def _is_complex(value: Any) -> bool:
+    """Say whether a value is or holds a complex tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_complex
+    return any(tensor.dtype.is_complex for tensor in iterate_tensors(value))
 
 
 def node_flops(node: fx.Node) -> int:
@@ -171,6 +180,15 @@ def node_flops(node: fx.Node) -> int:
     if packet(node) in _ATTENTION:
         args = _with_equal_heads(args)
     return int(formula(*args, **found[1], out_val=_with_hints(node.meta.get("val"))))
+
+
+def _flops_key(node: fx.Node) -> Hashable:
+    """Return what calls of as many FLOPs have in common; None where a size is symbolic."""
+    names = {source: f"%{number}" for number, source in enumerate(node.all_input_nodes)}
+    shapes = tuple(tuple(tuple(t.shape) for t in iterate_tensors(n.meta.get("val"))) for n in (node, *names))
+    if any(type(size) is not int for of_node in shapes for shape in of_node for size in shape):
+        return None
+    return node.target, repr(fx.map_arg((node.args, node.kwargs), names.__getitem__)), shapes
 
 
 def _with_hints(value: Any) -> Any:
@@ -205,25 +223,20 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
     launched: set[fx.Node] = set()
     used_outside: set[fx.Node] = set()
     left: dict[tuple[fx.Node, fx.Node], int] = {}  # bytes of a value that a kernel has not read yet
-    sizes = {node: value_nbytes(node.meta.get("val")) for node in nodes}
-    for node in nodes:
-        mine = work[node]
-        if node.op == "output" or node.target in dialect.EXECUTED:
-            used_outside.update(roots[source] for source in node.all_input_nodes)
+    sizes = _Sizes()
+    flops: dict[Hashable, int] = {}
+    for node, mine in work.items():
         if mine.kind is Kind.FREE:
+            if node.op == "output" or node.target in dialect.EXECUTED:
+                used_outside.update(roots[source] for source in inputs_of(node))
             continue
         kernel = kernels[node]
         mine.launches = int(kernel not in launched)
         launched.add(kernel)
         if mine.kind is Kind.KERNEL:
-            inputs = iterate_tensors([source.meta.get("val") for source in node.all_input_nodes])
-            mine.dtype = next((value.dtype for value in inputs if value.dtype.is_floating_point), torch.float32)
-            mine.flops = node_flops(node)
-            if packet(node) in _ATTENTION:
-                backward = packet(node) in _IN_BACKWARD
-                mine.efficiency = "attention_backward_efficiency" if backward else "attention_efficiency"
-                mine.executed = 0.5 if argument(node, "is_causal") else 1.0
-        for source, most in _reads(node, sizes):
+            _describe_kernel(node, mine, flops)
+        is_ordinary = _is_ordinary(node.target)
+        for source, most in _reads(node, sizes) if not is_ordinary else ((n, sizes[n]) for n in inputs_of(node)):
             root = roots[source]
             if kernels[root] is kernel:
                 continue
@@ -234,12 +247,40 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
             read = min(most, rest)
             mine.read += read
             left[kernel, root] = rest - read
-        mine.written = _written(node, sizes, fused=fused)
+        mine.written = sizes[node] if is_ordinary else _written(node, sizes, fused=fused)
     if fused:
-        for node in nodes:
-            if work[node].kind is Kind.FUSIBLE and node not in used_outside and not mutated_inputs(node):
-                work[node].written = 0
+        for node, mine in work.items():
+            if mine.kind is Kind.FUSIBLE and node not in used_outside and not mutated_inputs(node):
+                mine.written = 0
     return work
+
+
+class _Sizes(dict[fx.Node, int]):
+    """Holds the bytes of the values of nodes that were asked for."""
+
+    def __missing__(self, node: fx.Node) -> int:
+        size = self[node] = value_nbytes(node.meta.get("val"))
+        return size
+
+
+def _describe_kernel(node: fx.Node, mine: Work, flops: dict[Hashable, int]) -> None:
+    """Say what a node computes that is a kernel of its own. ``flops``: of calls before, which equal ones have too."""
+    inputs = iterate_tensors([source.meta.get("val") for source in inputs_of(node)])
+    mine.dtype = next((value.dtype for value in inputs if value.dtype.is_floating_point), torch.float32)
+    if (key := _flops_key(node)) is None or key not in flops:
+        flops[key] = node_flops(node)
+    mine.flops = flops[key]
+    if packet(node) in _ATTENTION:
+        backward = packet(node) in _IN_BACKWARD
+        mine.efficiency = "attention_backward_efficiency" if backward else "attention_efficiency"
+        mine.executed = 0.5 if argument(node, "is_causal") else 1.0
+
+
+@functools.cache
+def _is_ordinary(target: Any) -> bool:
+    """Say whether an operator reads its inputs whole, and writes its value alone."""
+    operator = getattr(target, "overloadpacket", target)
+    return operator not in _LOOKUPS and operator not in _SCATTERS and not memory_effects(target)[1]
 
 
 def _roots(work: dict[fx.Node, Work]) -> dict[fx.Node, fx.Node]:
@@ -252,14 +293,20 @@ def _roots(work: dict[fx.Node, Work]) -> dict[fx.Node, fx.Node]:
 
 def _fusion_groups(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Return for each node the one that stands for its kernel."""
-    fusible = {node for node, mine in work.items() if mine.kind is Kind.FUSIBLE}
-    levels, groups = _levels(work, roots), UnionFind(node for node in work if node in fusible)
-    for node in work:
-        for source in node.all_input_nodes if node in fusible else ():
+    levels = _levels(work, roots)
+    first = {node: node for node in work}  # another of the same kernel, which leads to the one that stands for it
+
+    def kernel(node: fx.Node) -> fx.Node:
+        while (other := first[node]) is not node:
+            first[node] = node = first[other]
+        return node
+
+    for node, mine in work.items():
+        for source in inputs_of(node) if mine.kind is Kind.FUSIBLE else ():
             root = roots[source]
-            if root in fusible and levels[root] == levels[node]:
-                groups.union(root, node)
-    return {node: groups[node] if node in fusible else node for node in work}
+            if work[root].kind is Kind.FUSIBLE and levels[root] == levels[node]:
+                first[kernel(node)] = kernel(root)
+    return {node: kernel(node) for node in work}
 
 
 def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
@@ -269,7 +316,7 @@ def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx
     behind: dict[fx.Node, int] = {}  # the level of what reads a node
     ends_fusion: set[fx.Node] = set()
     for node, mine in work.items():
-        levels[node] = level = max([behind[roots[source]] for source in node.all_input_nodes], default=0)
+        levels[node] = level = max([behind[roots[source]] for source in inputs_of(node)], default=0)
         if mine.kind is Kind.KERNEL or (mine.kind is Kind.FREE and node.target in dialect.EXECUTED):
             ends_fusion.add(node)
             level += 1
@@ -281,13 +328,13 @@ def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx
             levels[node] = latest.get(node, levels[node])
         if fusible or node in ends_fusion:
             level = levels[node]
-            for source in node.all_input_nodes:
+            for source in inputs_of(node):
                 root = roots[source]
                 latest[root] = min(latest.get(root, level), level)
     return levels
 
 
-def _reads(node: fx.Node, sizes: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, int]]:
+def _reads(node: fx.Node, sizes: _Sizes) -> Iterator[tuple[fx.Node, int]]:
     """Yield the inputs that a node reads, and how many bytes of each at most."""
     operator, first = packet(node), node.args[0] if node.args else None
     for source in node.all_input_nodes:
@@ -301,7 +348,7 @@ def _reads(node: fx.Node, sizes: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, 
             yield source, sizes[source]
 
 
-def _written(node: fx.Node, sizes: dict[fx.Node, int], *, fused: bool) -> int:
+def _written(node: fx.Node, sizes: _Sizes, *, fused: bool) -> int:
     if packet(node) not in _SCATTERS:
         return sizes[node]
     # Each value is added to what is there: a read and a write of as many bytes. Inductor does so in place; in eager

@@ -43,6 +43,7 @@ A node's role is a fact of its ``meta["fsdp"]`` record, never of its name.
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import itertools
 import math
@@ -336,8 +337,13 @@ MODEL_WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
 
 def is_model_collective(node: fx.Node) -> bool:
     """Say whether a node starts a collective of the model's own (of tensor, context or expert parallelism)."""
-    namespace = getattr(node.target, "namespace", "")
-    return namespace in ("_c10d_functional", "_c10d_functional_autograd") and node.target is not MODEL_WAIT
+    return node.op == "call_function" and _is_of_model(node.target)
+
+
+@functools.cache
+def _is_of_model(target: Any) -> bool:
+    namespace = getattr(target, "namespace", "")
+    return namespace in ("_c10d_functional", "_c10d_functional_autograd") and target is not MODEL_WAIT
 
 
 def wait_of(start: fx.Node) -> fx.Node:

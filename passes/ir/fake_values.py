@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ class _Known(NamedTuple):
     makes the value of such a call, None where there is more to it than is known."""
 
     kind: Any
-    again: Callable[[fx.Node], torch.Tensor] | None
+    again: Callable[[fx.Node], Any] | None
 
 
 class FakeValues:
@@ -76,10 +76,15 @@ class FakeValues:
         known = self._known.get(key := _key(node))
         return self._run(node, key) if known is None or known.again is None else known.again(node)
 
-    def again(self, node: fx.Node) -> Callable[[fx.Node], torch.Tensor] | None:
-        """Return what makes the value of a call that is equal to this one, None where it has to be run."""
-        known = self._known.get(_key(node))
-        return None if known is None else known.again
+    def again(self, node: fx.Node) -> Callable[[fx.Node], Any] | None:
+        """Return what makes the value of a call of the same graph that is equal to this one, None where it has to be
+        run."""
+        if node.all_input_nodes:
+            known = self._known.get(_key(node))
+            is_known = known is not None and known.again is not None
+        else:
+            is_known = _is_described(node)
+        return again_of(node, node.meta["val"], fake_mode_of([node])) if is_known else None
 
     def kind_of(self, node: fx.Node) -> Any:
         """Return the kind of what the operator computes, whatever the node's value. Raises what it raises."""
@@ -92,7 +97,7 @@ class FakeValues:
             is_static = all(type(size) is int for tensor in iterate_tensors(value) for size in tensor.shape)
             if len(self._known) >= self.LIMIT:
                 self._known.clear()
-            self._known[key] = _Known(kind(value) if is_static else None, _again(node, value))
+            self._known[key] = _Known(kind(value) if is_static else None, again_of(node, value))
         return value
 
 
@@ -106,31 +111,55 @@ def _key(node: fx.Node) -> Hashable:
         return None
 
 
-def _again(node: fx.Node, value: Any) -> Callable[[fx.Node], torch.Tensor] | None:
-    """Return how to make the value of an equal call, in the memory of its first argument or in its own; else None."""
+def again_of(node: fx.Node, value: Any, mode: Any = None) -> Callable[[fx.Node], Any] | None:
+    """Return how to make the value of a call that is equal to ``node``'s, with ``value``: tensors in memory of their
+    own, one in the memory of the first argument, or None; and None where there is more to it. In ``mode``, or that of
+    the inputs."""
+    if value is None:
+        return lambda _: None
+    container = type(value) if type(value) in (tuple, list) else None
+    tensors: Sequence[Any] = [value] if container is None else value
+    if not all(isinstance(tensor, compat.FakeTensor) and not tensor.requires_grad for tensor in tensors):
+        return None
     try:
         describe_value(value, storage=True)
     except NotDescribed:
         return None
-    if not isinstance(value, compat.FakeTensor) or value.requires_grad:
-        return None
-    inputs = iterate_tensors([source.meta["val"] for source in node.all_input_nodes])
-    memory = compat.storage_id(value)
-    own = memory not in map(compat.storage_id, inputs)
+    given = {compat.storage_id(tensor) for n in node.all_input_nodes for tensor in iterate_tensors(n.meta["val"])}
+    memories = {compat.storage_id(tensor) for tensor in tensors}
+    layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+    if memories.isdisjoint(given):
+        if len(memories) < len(tensors) or not all(map(_fills_its_memory, tensors)):
+            return None
+
+        def made(equal: fx.Node) -> Any:
+            own_mode = mode or fake_mode_of(equal.all_input_nodes)
+            found = [compat.fake_tensor(own_mode, *layout, None, 0) for layout in layouts]
+            return found[0] if container is None else container(found)
+
+        return made
     first = _first_argument(node)
-    if own:
-        fits = value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
-    else:
-        fits = first is not None and compat.storage_id(first) == memory and value.dtype == first.dtype
-    if not fits:
+    if container is not None or first is None or compat.storage_id(first) not in memories or value.dtype != first.dtype:
         return None
-    layout, offset = (value.shape, value.stride(), value.dtype, value.device), int(value.storage_offset())
+    (layout,), offset = layouts, int(value.storage_offset())
+    return lambda equal: compat.fake_tensor(
+        mode or fake_mode_of(equal.all_input_nodes), *layout, _first_argument(equal), offset
+    )
 
-    def again(equal: fx.Node) -> torch.Tensor:
-        memory = None if own else _first_argument(equal)
-        return compat.fake_tensor(fake_mode_of(equal.all_input_nodes), *layout, memory, offset)
 
-    return again
+def _is_described(node: fx.Node) -> bool:
+    try:
+        describe_call(node)
+    except NotDescribed:
+        return False
+    return True
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's storage is as large as a new tensor of the same layout has it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    numel = last + 1 if tensor.numel() else 0
+    return not tensor.storage_offset() and tensor.untyped_storage().nbytes() == numel * tensor.dtype.itemsize
 
 
 def _first_argument(node: fx.Node) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import networkx as nx
 from torch import fx
 
-from graph_fsdp.compat import HigherOrderOperator
+from graph_fsdp.compat import HigherOrderOperator, inputs_of
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, is_view, mutated_inputs
@@ -96,7 +96,8 @@ class Graph:
     """Wraps one FX graph on its way through the passes.
 
     ``phase`` says which: ``"capture"`` (Dynamo's), ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
-    ``cost``: the model by which ``dependencies`` tells the seconds of nodes; set by whoever has one.
+    ``cost``: the model by which ``dependencies`` tells the seconds of nodes; set by whoever has one. ``timed``: what a
+    cost model has told of the graph as it was then.
 
     What passes find:
     ``facts`` that hold now; ``order``: that of the collectives, once it is fixed.
@@ -117,6 +118,7 @@ class Graph:
         self.module = module
         self.phase: Phase = phase
         self.cost: CostModel | None = None
+        self.timed: Any = None
         self.facts = GIVEN[phase]
         self.order: list[tuple[str, str]] | None = None
         self.slots: tuple[int, ...] = ()
@@ -242,9 +244,9 @@ class Graph:
         held: dict[fx.Node, frozenset[fx.Node]] = {}  # node → buffers that its value may lie in
         found: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.fx_graph.nodes:
-            uses = [held[source] for source in node.all_input_nodes if source in held]
             aliased = []
-            if uses:
+            if not held.keys().isdisjoint(inputs_of(node)):
+                uses = [held[source] for source in inputs_of(node) if source in held]
                 found[node] = uses[0] if len(uses) == 1 else frozenset().union(*uses)
                 aliased = [held[source] for source in aliased_inputs(node) if source in held]
             if node in buffers and (isinstance(node.target, HigherOrderOperator) or not aliased_inputs(node)):

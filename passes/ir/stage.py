@@ -53,7 +53,7 @@ class Snapshot:
         for node, op, target, args, kwargs, name, meta in self.entries:
             copied: Any = fx.map_arg((args, kwargs), copies.__getitem__)
             copies[node] = graph.create_node(op, target, copied[0], copied[1], name)
-            copies[node].meta = meta.copy()
+            copies[node].meta.update(meta)
         return graph
 
 
@@ -62,14 +62,14 @@ _Entry = tuple[fx.Node, str, Any, tuple[Any, ...], dict[str, Any], str, dict[str
 
 def _entry(node: fx.Node, before: _Entry | None) -> _Entry:
     """Describe a node; if it is as it was ``before``, by that very entry."""
-    if before is not None:
-        _, op, target, args, kwargs, name, meta = before
-        now = node.meta
-        same = args is node.args and target is node.target and kwargs is node.kwargs and name == node.name
-        same = same and op == node.op and meta.keys() == now.keys()
+    args, kwargs = compat.arguments_of(node)
+    now = node.meta
+    if before is not None and before[3] is args and before[4] is kwargs:
+        _, op, target, _, _, name, meta = before
+        same = target is node.target and name == node.name and op == node.op and meta.keys() == now.keys()
         if same and all(map(operator.is_, meta.values(), map(now.__getitem__, meta))):
             return before
-    return (node, node.op, node.target, node.args, node.kwargs, node.name, node.meta.copy())
+    return (node, node.op, node.target, args, kwargs, node.name, now.copy())
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_fsdp import compat
 from graph_fsdp.passes.ir.canonical_form import NotDescribed, describe_value
 from graph_fsdp.passes.ir.fake_values import VALUES
 from graph_fsdp.passes.repeat.segments import Segment
@@ -42,7 +44,7 @@ class CopiedValues:
             copy.meta["val"] = first.again(copy)
             self._described[copy] = node
             return True
-        copy.meta["val"] = VALUES.of(copy)
+        copy.meta["val"] = value_of(copy)
         found = _described(copy.meta["val"])
         if first is None:
             self._first[node] = _First(reads, found, VALUES.again(copy))
@@ -58,6 +60,12 @@ class CopiedValues:
         if node not in self._described:
             self._described[node] = _described(node.meta.get("val"))
         return self._described[node]
+
+
+def value_of(node: fx.Node) -> Any:
+    """Compute the fake value of a call in the capture that is under way."""
+    with contextlib.nullcontext() if node.all_input_nodes else compat.current_fake_mode():
+        return VALUES.of(node)
 
 
 def _described(value: Any) -> Hashable:

@@ -18,7 +18,6 @@ others, in the reverse order. The expansion puts them there.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 import re
@@ -30,9 +29,9 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.operands import argument, operands
-from graph_fsdp.passes.repeat.copies import CopiedValues, Origins, layout
+from graph_fsdp.passes.repeat.copies import CopiedValues, Origins, layout, value_of
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
 from graph_fsdp.passes.repeat.trace import Decompositions, Prepare, Trace, call, called, repeat, repeat_backward, trace
 
@@ -186,18 +185,17 @@ class _Expansion:
             target = f"_repeated_{made.index}_{node.target}"  # a constant; the layers share it
             setattr(self.module, target, getattr(made.module, str(node.target)))
         copy = self.graph.create_node(node.op, target, args, kwargs, name, node.type)
-        copy.meta = node.meta.copy()
+        copy.meta.update(node.meta)
         if (checkpoint := copy.meta.get("ac_graph_id")) is not None:  # the partitioner compares them
             copy.meta["ac_graph_id"] = self._checkpoints.setdefault((index, checkpoint), len(self._checkpoints))
         self._copies[place] = copy
         if index is not None:
             self._origins[self.calls[index][0].index].rename(node, copy, self._own_origins[index])
         if node.op == "call_function" and (index is not None or self._lies_in_a_copy(node)):
-            with contextlib.nullcontext() if copy.all_input_nodes else compat.current_fake_mode():
-                if index is not None and self._values.set(node, copy):
-                    return
-                if index is None:
-                    copy.meta["val"] = VALUES.of(copy)
+            if index is not None and self._values.set(node, copy):
+                return
+            if index is None:
+                copy.meta["val"] = value_of(copy)
             _check(node, copy, index)
 
     def _copy_of(self, place: _Place) -> fx.Node:

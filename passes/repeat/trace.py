@@ -179,7 +179,9 @@ class _LayerCall(torch.autograd.Function):
 
 
 def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
-    return [_like(node.meta["val"]) for node in nodes]
+    mode = compat.current_fake_mode()
+    values = [node.meta["val"] for node in nodes]
+    return [compat.fake_tensor(mode, v.shape, v.stride(), v.dtype, v.device, None, 0) for v in values]
 
 
 def _like(value: Tensor) -> Tensor:

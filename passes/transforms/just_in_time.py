@@ -18,6 +18,7 @@ import operator
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.compat import inputs_of
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
@@ -91,7 +92,7 @@ def _before_units(graph: Graph) -> list[fx.Node]:
     independent: set[fx.Node] = set()  # of its own unit
     unit = 0
     for node in nodes:
-        inputs = node.all_input_nodes
+        inputs = inputs_of(node)
         used = {(s.meta["fsdp"].bucket, s.meta["fsdp"].unit) for s in inputs if has_role(s, Role.GATHER)}
         if not used <= gathered:
             gathered |= used
@@ -106,8 +107,10 @@ def _before_units(graph: Graph) -> list[fx.Node]:
             independent.add(node)
     moved: dict[int, list[fx.Node]] = {}
     needed: set[fx.Node] = set()
-    readers: dict[fx.Node, set[int]] = {}  # units that read a node's value or a view of it
+    readers: dict[fx.Node, set[int]] = {}  # units that read what may move, or a view, or a view of that
     for node in reversed(nodes):
+        if node not in independent and not _is_view(node):
+            continue
         users = [user for user in node.users if user.op != "output"]
         readers[node] = {unit_of.get(user, unit) for user in users}.union(*(readers[u] for u in users if _is_view(u)))
         if node not in independent or unit_of[node] not in begins:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
+from graph_fsdp.compat import arguments_of, inputs_of
 from graph_fsdp.passes.context import PassContext, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
@@ -66,38 +67,40 @@ class Verifier:
         raise VerificationError(self.pass_name, self.graph, invariant, node, detail, parameters)
 
     def _topological(self) -> None:
-        seen: set[fx.Node] = set()
-        body = False
+        seen, body = set[fx.Node](), False
+        self.recorded: list[tuple[fx.Node, dialect.NodeRecord]] = []
         for node in self.graph.fx_graph.nodes:
-            sources = node.all_input_nodes
-            if not seen.issuperset(sources):
-                source = next(source for source in sources if source not in seen)
-                is_wait = source.target in dialect.WAITS
-                invariant = "a buffer is used after its wait" if is_wait else "the order is topological"
-                self._fail(invariant, node, f"{node} uses {source} before it exists")
-            if node.op == "placeholder" and body:
+            for source in inputs_of(node):
+                if source not in seen:
+                    is_wait = source.target in dialect.WAITS
+                    invariant = "a buffer is used after its wait" if is_wait else "the order is topological"
+                    self._fail(invariant, node, f"{node} uses {source} before it exists")
+            if node.op != "placeholder":
+                body = True
+            elif body:
                 self._fail("inputs come first", node, f"input {node} stands among the operators")
-            body |= node.op != "placeholder"
+            if (found := record(node)) is not None:
+                self.recorded.append((node, found))
             seen.add(node)
+
+    def _with_role(self, *roles: Role) -> list[fx.Node]:
+        """Return the nodes of these roles, in graph order."""
+        return [node for node, found in self.recorded if found.role in roles]
 
     def _values(self) -> None:
         """Shapes, dtypes and devices agree with the fake tensors of nodes that were edited, or whose inputs were."""
-        proven: dict[fx.Node, tuple[Any, ...]] = {}
         changed: set[fx.Node] = set()
         for node in self.graph.fx_graph.nodes:
             signature = self.proven.get(node)
             edited = signature is None or not _is_of(signature, node)
-            if node.op == "call_function" and (edited or not changed.isdisjoint(node.all_input_nodes)):
+            if (edited or not changed.isdisjoint(inputs_of(node))) and node.op == "call_function":
                 if "val" not in node.meta:
                     self._fail("every node has a fake value", node, f"{node} has no meta['val']")
                 if all("val" in i.meta for i in node.all_input_nodes):
                     self._value(node)
             if edited:
                 changed.add(node)
-                signature = _signature(node)
-            assert signature is not None
-            proven[node] = signature
-        self.proven = proven
+                self.proven[node] = _signature(node)
 
     def _value(self, node: fx.Node) -> None:
         invariant = "shapes, dtypes and devices agree with the fake tensors"
@@ -140,24 +143,26 @@ class Verifier:
         starts = dict.fromkeys(node for node in calls if node.target in dialect.TRANSFER_STARTS)
         # A collective that works in place starts on the buffer of another.
         own = (start for start in starts if not aliased_inputs(start))
-        buffers = dict.fromkeys((*self.graph.with_role(Role.KEPT), *own))
+        buffers = dict.fromkeys((*self._with_role(Role.KEPT), *own))
         uses = self.graph.uses_of(buffers)
         state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
         latest = {buffer: buffer for buffer in buffers}  # the collective that was started last on it
         gathered: dict[str, fx.Node] = {}
+        if bare := next((start for start in starts if record(start) is None), None):
+            self._fail("collectives carry a record", bare, f"{bare} has no meta['fsdp']")
         for node in self.graph.fx_graph.nodes:
-            is_start, of_dialect = node in starts, record(node) is not None
-            if is_start and not of_dialect:
-                self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
-            if of_dialect:
+            found = record(node)
+            if found is None and node not in uses:
+                continue
+            if found is not None:
                 self._layout(node)
-            if node in buffers and node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
-                other = gathered.setdefault(node.meta["fsdp"].bucket, node)
-                if other is not node:
-                    self._fail("each bucket is gathered once", node, f"{other} gathers the same bucket")
+                if node in buffers and found.role in (Role.GATHER_START, Role.KEPT):
+                    other = gathered.setdefault(found.bucket, node)
+                    if other is not node:
+                        self._fail("each bucket is gathered once", node, f"{other} gathers the same bucket")
             for root in uses.get(node, ()):
                 state[root] = self._advance(node, root, state[root])
-                if is_start and state[root] == "started":
+                if node in starts and state[root] == "started":
                     latest[root] = node
         for buffer, final in state.items():
             if final == "started":
@@ -248,7 +253,7 @@ class Verifier:
                 wrong = f"{buffer} starts in slot {slot} while {before} is live in it"
                 self._fail("live buffers do not share a slot", start, wrong)
             latest[slot] = buffer
-        for start in self.graph.with_role(Role.GATHER_START):
+        for start in self._with_role(Role.GATHER_START):
             if start.meta["fsdp"].escapes and start.meta["fsdp"].slot is not None:
                 wrong = f"{start} lies in slot {start.meta['fsdp'].slot} and is not freed in this graph"
                 self._fail("a buffer that outlives the graph has memory of its own", start, wrong)
@@ -256,7 +261,7 @@ class Verifier:
     def _updates(self) -> None:
         """Gathers read the shards of before: one that is under way when they are written gathers neither."""
         written: set[str] = set()
-        for node in self.graph.with_role(Role.UPDATE, Role.GATHER_WAIT):
+        for node in self._with_role(Role.UPDATE, Role.GATHER_WAIT):
             names = set(node.meta["fsdp"].params)
             if has_role(node, Role.UPDATE):
                 written |= names
@@ -306,7 +311,7 @@ class Verifier:
         may_be_kept = settings.unsynced | settings.unreplicated
         seen: set[str] = set()
         produced: set[str] = set()
-        for node in self.graph.with_role(Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
+        for node in self._with_role(Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
             names = node.meta["fsdp"].params
             if has_role(node, Role.ACCUMULATE) and node.meta["fsdp"].unit not in may_be_kept:
                 self._fail("each gradient is reduced exactly once", node, f"{names[0]} is kept and not reduced", names)
@@ -332,7 +337,7 @@ class Verifier:
             returned = (v for i, v in enumerate(self.graph.outputs) if self.gradients.get(i) == wrong[0])
             node = next((value for value in returned if isinstance(value, fx.Node)), self.graph.output)
             self._fail(invariant, node, f"not reduced as traced: {', '.join(wrong)}", tuple(wrong))
-        for start in self.graph.with_role(Role.REDUCE_START):
+        for start in self._with_role(Role.REDUCE_START):
             dropped = tuple(name for name in start.meta["fsdp"].params if name not in produced)
             if dropped:
                 invariant = "each reduced gradient is returned"
@@ -346,9 +351,9 @@ class Verifier:
         invariant = "each gradient is reduced once over each group"
         over: dict[fx.Node, tuple[str, ...]] = {}
         for node in self.graph.fx_graph.nodes:
-            sources = [over[source] for source in node.all_input_nodes if source in over]
-            if not sources and record(node) is None:
+            if record(node) is None and over.keys().isdisjoint(inputs_of(node)):
                 continue
+            sources = [over[source] for source in inputs_of(node) if source in over]
             groups = tuple(dict.fromkeys(itertools.chain.from_iterable(sources)))
             if has_role(node, Role.REDUCE_START, Role.REPLICATE_START):
                 groups, due = (*groups, dialect.group_of(node)), self._due(node)
@@ -382,15 +387,13 @@ class Verifier:
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    return (node.target, node.args, node.kwargs, node.meta.get("val"))
+    return (node.target, *arguments_of(node), node.meta.get("val"))
 
 
 def _is_of(signature: tuple[Any, ...], node: fx.Node) -> bool:
     """Say whether a node is as it was when it had this signature."""
     target, args, kwargs, value = signature
-    if value is not node.meta.get("val") or target != node.target:
-        return False
-    return bool((args is node.args or args == node.args) and (kwargs is node.kwargs or kwargs == node.kwargs))
+    return value is node.meta.get("val") and target == node.target and (args, kwargs) == arguments_of(node)
 
 
 def _output_values(graph: Graph) -> list[Any]:

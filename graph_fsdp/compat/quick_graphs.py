@@ -1,0 +1,107 @@
+"""FX graphs are built and copied without checks of what is known to hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import types
+import unittest.mock
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch._functorch import compile_utils, partitioners
+from torch._guards import TracingContext
+from torch.fx import graph as fx_graph
+from torch.utils._pytree import tree_flatten
+
+# From torch 2.13 on each new node looks through the leaves of its arguments for symbolic sizes, to warn whoever has put
+# them there: here that is torch's own tracer. What ``torch.fx.graph`` knows of trees, but for such leaves.
+_TREES: Any = getattr(fx_graph, "pytree", None)
+_WITHOUT_LEAVES = _TREES and types.SimpleNamespace(**{**vars(_TREES), "tree_iter": lambda *_, **__: ()})
+
+# Returns the nodes that a node reads, in order, as ``all_input_nodes`` does, without a copy: not while it is changed.
+inputs_of: Callable[[torch.fx.Node], Collection[torch.fx.Node]] = operator.attrgetter("_input_nodes")
+
+# Returns a node's ``args`` and ``kwargs``.
+arguments_of: Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]] = operator.attrgetter(
+    "_args", "_kwargs"
+)
+
+
+@contextlib.contextmanager
+def arguments_unsearched() -> Iterator[None]:
+    """Let new nodes not look through their arguments for symbolic sizes, which takes half of their time."""
+    if _TREES is None:
+        yield
+        return
+    before = fx_graph.pytree
+    fx_graph.pytree = _WITHOUT_LEAVES  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        fx_graph.pytree = before
+
+
+@contextlib.contextmanager
+def quick_copies() -> Iterator[None]:
+    """Let copies of a graph be taken for sound, and ask whether a node has an effect only where nothing reads it. The
+    partitioner makes several copies of a joint graph, and checks each twice. A new node's metadata is filled in place:
+    to give it other takes as long as to make the node. The backward graph, which the partitioner makes to see what it
+    reads, is made again only if it is to read less."""
+    eliminate = torch.fx.Graph.eliminate_dead_code
+    extract = partitioners._extract_graph_with_inputs_outputs
+    extractions: list[tuple[Any, torch.fx.Graph]] = []
+
+    def extracted(*args: Any, **kwargs: Any) -> torch.fx.Graph:
+        given = args, kwargs
+        made = next((graph for before, graph in extractions if before == given), None)
+        if made is None:
+            made = extract(*args, **kwargs)
+            extractions.append((given, made))
+        return made
+
+    def eliminated(graph: torch.fx.Graph, is_impure_node: Callable[[torch.fx.Node], bool] | None = None) -> bool:
+        if is_impure_node is not None:
+            return eliminate(graph, is_impure_node)
+        draws = torch._inductor.config.fallback_random if TracingContext.try_get() else True  # as torch has it there
+        return eliminate(graph, lambda node: bool(node.users) or node.is_impure(draws))
+
+    def copied(graph: torch.fx.Graph, node: torch.fx.Node, to: Callable[[torch.fx.Node], Any] = lambda n: n) -> Any:
+        args, kwargs = torch.fx.map_arg(node.args, to), torch.fx.map_arg(node.kwargs, to)
+        made = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made.meta.update(node.meta)
+        return made
+
+    with (
+        unittest.mock.patch.object(partitioners, "_extract_graph_with_inputs_outputs", extracted),
+        unittest.mock.patch.object(compile_utils, "tree_flatten", _flattened),
+        unittest.mock.patch.object(torch.fx.Graph, "node_copy", copied),
+        unittest.mock.patch.object(torch.fx.Graph, "eliminate_dead_code", eliminated),
+        unittest.mock.patch.object(torch.fx.Graph, "lint", lambda self: None),
+    ):
+        yield
+
+
+# Types of arguments that are no trees.
+_LEAVES = {torch.fx.Node, bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout}
+
+
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    """Do what torch's ``tree_flatten`` does, quickly for a tuple of leaves and no keywords, as most arguments are."""
+    if isinstance(tree, (tuple, dict)) and not tree:
+        return [], _empty(type(tree))
+    if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):
+        return list(tree), _spec(len(tree))
+    return tree_flatten(tree)
+
+
+@functools.cache
+def _spec(length: int) -> Any:
+    return tree_flatten((None,) * length)[1]
+
+
+@functools.cache
+def _empty(kind: type) -> Any:
+    return tree_flatten(kind())[1]

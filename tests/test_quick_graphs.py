@@ -1,0 +1,91 @@
+"""Graphs that are built and copied without torch's checks are those that torch builds with them."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+
+import pytest
+import torch
+from models import GPT
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import graph_fsdp
+from graph_fsdp import compat
+from graph_fsdp.compat import quick_graphs
+
+aten = torch.ops.aten
+
+
+class Writes(nn.Module):
+    """Counts its calls in a buffer, and computes what nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        torch.exp(x)
+        return self.down(nn.functional.dropout(self.up(x).relu(), 0.5)) + self.calls
+
+
+MODELS = {"plain": GPT, "checkpointed": lambda: GPT(checkpointed=True, dropout=0.1), "writes": Writes}
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_partitioner_makes_the_same_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for quick in (True, False):
+        if not quick:
+            monkeypatch.setattr(compat, "quick_copies", contextlib.nullcontext)
+        torch._dynamo.reset()
+        model = graph_fsdp.compile(MODELS[name](), backend="eager")
+        inputs = torch.ones(2, 8) if name == "writes" else torch.ones(2, 8, dtype=torch.int64)
+        model(inputs).sum().backward()
+        (captured,) = graph_fsdp.inspect(model).graphs
+        stages = [captured.stages[phase] for phase in ("forward", "backward")]
+        texts = [stage.body for of_phase in stages for stage in of_phase.values()]
+        nodes = [node for of_phase in stages for node in of_phase["partition"].graph.nodes]
+        found.append((texts, [(node.name, list(node.meta)) for node in nodes]))
+    assert found[0] == found[1]
+
+
+def test_nodes_with_effects_stay_and_others_that_nothing_reads_go() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    unread = graph.call_function(aten.exp.default, (graph.call_function(aten.neg.default, (x,)),))
+    written = graph.call_function(aten.add_.Tensor, (x, 1))
+    graph.output((x,))
+    copy, eliminate = fx.Graph.node_copy, fx.Graph.eliminate_dead_code
+    with compat.quick_copies():
+        assert graph.eliminate_dead_code()
+    assert [node for node in graph.nodes if node.op == "call_function"] == [written]
+    assert unread not in graph.nodes
+    assert (fx.Graph.node_copy, fx.Graph.eliminate_dead_code) == (copy, eliminate)
+
+
+def test_new_nodes_are_searched_for_symbolic_sizes_again_afterwards() -> None:
+    trees = fx.graph.pytree
+    size = ShapeEnv().create_unbacked_symint()
+
+    def call() -> None:
+        fx.Graph().call_function(operator.neg, (size,))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with quick_graphs.arguments_unsearched():
+            call()
+    assert fx.graph.pytree is trees
+
+
+def test_what_a_node_reads() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    node = graph.call_function(aten.cat.default, ([y, x, y],), {"dim": 1})
+    assert list(compat.inputs_of(node)) == node.all_input_nodes == [y, x]
+    assert compat.arguments_of(node) == (node.args, node.kwargs) == (([y, x, y],), {"dim": 1})
