@@ -319,7 +319,7 @@ def with_graph(
 ) -> torch.fx.GraphModule:
     """Return Dynamo's ``module`` with another graph of the same inputs, which AOTAutograd guards on by their sources.
     ``copies`` maps nodes of the old graph to those of the new one."""
-    made = torch.fx.GraphModule(module, graph)
+    made = _make_graph_module(module, graph)
     made.meta = dict(module.meta)
     if hasattr(module, "_param_name_to_source"):
         made._param_name_to_source = module._param_name_to_source
