@@ -27,7 +27,7 @@ from graph_fsdp.runtime.frame import Frame, StartPlan, start_copy, start_gather,
 from graph_fsdp.runtime.observe import Event, MakeObserver, Watcher, observed, ranges, seen_by
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
 from graph_fsdp.runtime.ranks.agreement import digest
-from graph_fsdp.runtime.regions.regions import Region, RegionCache, cut, unit_of
+from graph_fsdp.runtime.regions.regions import Region, RegionCache, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots, by_device
 from graph_fsdp.runtime.withheld_gradients import KeptGradients, begins_in_shard, keep_plan, owned_gradients
 
@@ -106,7 +106,7 @@ class ProgramText:
         self._write(cache)
 
     def _write(self, cache: RegionCache) -> None:
-        steps, placeholders = cut(self.graph), self.graph.placeholders
+        steps, placeholders = cache.cut(self.graph), self.graph.placeholders
         ends = [*steps, self.graph.output]
         read = [step.inputs if isinstance(step, Region) else step.all_input_nodes for step in ends]
         last = {node: index for index, nodes in enumerate(read) for node in nodes}

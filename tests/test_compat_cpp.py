@@ -12,11 +12,13 @@ import torch
 from models import GPT
 from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.compat import inductor_cpp as compat_cpp
+from graph_fsdp.compat import inductor_probes
+from graph_fsdp.compat.inductor_probes import remembered_probes
 
 PLUS = 'extern "C" void kernel(const float* x, float* out) {{ out[0] = x[0] + {}.0f; {} }}'
 
@@ -105,3 +107,98 @@ def test_equal_kernels_are_built_once_and_what_is_left_by_an_error_when_it_is_ca
     assert scope["first"] is scope["second"] and not list(libraries.rglob("*.main.so"))
     scope["first"](torch.ones(1), out)
     assert out.item() == 2.0
+
+
+# What is remembered of a host
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The libraries that a child process has been asked to load; those can be loaded whose text says so."""
+    asked: list[str] = []
+
+    def probe(_: Any, library: str) -> bool:
+        asked.append(library)
+        return "loads" in Path(library).read_text()
+
+    if not hasattr(VecISA, "_probe_load"):
+        pytest.skip("torch compiles and loads in one function")
+    monkeypatch.setattr(VecISA, "_probe_load", probe)
+    return asked
+
+
+def can_be_loaded(library: Path) -> bool:
+    with remembered_probes():
+        return torch._inductor.cpu_vec_isa.VecISA._probe_load(VecISA(), str(library))
+
+
+def test_a_library_is_loaded_in_a_child_once_on_a_host(tmp_path: Path, tried: list[str]) -> None:
+    library = tmp_path / "vectors.so"
+    library.write_text("loads")
+    assert can_be_loaded(library) and can_be_loaded(library) and len(tried) == 1
+    with remembered_probes():
+        pass
+    assert torch._inductor.cpu_vec_isa.VecISA._probe_load(VecISA(), str(library)) and len(tried) == 2, (
+        "Inductor's own is in its place again"
+    )
+
+
+def test_a_library_that_cannot_be_loaded_is_tried_each_time(tmp_path: Path, tried: list[str]) -> None:
+    library = tmp_path / "vectors.so"
+    library.write_text("does not")
+    assert not can_be_loaded(library) and not can_be_loaded(library) and len(tried) == 2
+
+
+@pytest.mark.parametrize("what", ["library", "processor", "paths", "Python", "torch", "note"])
+def test_a_library_is_tried_again_where_anything_differs(
+    tmp_path: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    library = tmp_path / "vectors.so"
+    library.write_text("loads")
+    assert can_be_loaded(library)
+    match what:
+        case "library":
+            library.write_text("cannot be")
+        case "processor":
+            monkeypatch.setattr(inductor_probes, "processor", lambda: "avx2")
+        case "paths":
+            monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+        case "Python":
+            monkeypatch.setattr("sys.executable", "/usr/bin/another")
+        case "torch":
+            monkeypatch.setattr(torch, "__version__", "2.99")
+        case "note":
+            Path(f"{library}.loads").write_bytes(b"\xff")
+    assert can_be_loaded(library) is (what != "library") and len(tried) == 2
+
+
+def test_nothing_is_remembered_of_a_processor_that_nobody_describes(
+    tmp_path: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor_probes, "processor", lambda: None)
+    library = tmp_path / "vectors.so"
+    library.write_text("loads")
+    assert can_be_loaded(library) and can_be_loaded(library) and len(tried) == 2
+
+
+def test_no_header_is_precompiled_for_kernels_that_are_built(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers: list[str] = []
+    version = torch._inductor.codecache.get_compiler_version_info  # is asked for each header
+
+    def counted(compiler: str) -> str:
+        headers.append(compiler)
+        return version(compiler)
+
+    monkeypatch.setattr(torch._inductor.codecache, "get_compiler_version_info", counted)
+
+    def built() -> list[float]:
+        torch._inductor.codecache._precompile_header.cache_clear()  # as in another process
+        kernels = [plus(1), plus(2)]
+        compat_cpp.build(kernels)
+        return [result(kernel) for kernel in kernels]
+
+    assert built() == [2.0, 3.0] and len(headers) == 1
+    assert built() == [2.0, 3.0] and len(headers) == 1
+    (library,) = libraries.rglob("*.main.so")
+    library.unlink()
+    assert built() == [2.0, 3.0] and len(headers) == 1, "it is built without"

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect, fake_values
 from graph_fsdp.passes.ir.fake_values import FakeValues, kind
 
@@ -208,3 +209,25 @@ def test_names_of_parameters_are_no_part_of_a_call(calls: Calls) -> None:
     for name in ("first", "second"):
         assert kind(calls.value(dialect.gather_param, shard, *rest, name, "0")) == kind(torch.empty(4, 4))
     assert calls.run == 1
+
+
+# Many values at once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_values_made_many_at_once_are_those_made_one_by_one(dtype: torch.dtype) -> None:
+    mode, memory = FakeTensorMode(shape_env=ShapeEnv()), torch.empty(1024, dtype=torch.uint8, device="meta")
+    many, device = compat.FakeTensors(mode), torch.device("cpu")
+    for shape, stride, offset in [((4, 3), (3, 1), 0), ((3, 4), (1, 3), 2), ((), (), 5), ((0,), (1,), 0)]:
+        made = many.in_memory(memory, shape, stride, offset, dtype, device)
+        alone = compat.fake_tensor(mode, shape, stride, dtype, device, memory, offset)
+        assert type(made) is type(alone) and vars(made).keys() == vars(alone).keys()
+        assert all(
+            vars(made)[name] is vars(alone)[name] or vars(made)[name] == vars(alone)[name] for name in vars(made)
+        )
+        assert compat.storage_id(made) == compat.storage_id(alone) == compat.storage_id(memory)
+        for value in (made, alone):
+            layout = value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.requires_grad
+            assert layout == (shape, stride, offset, dtype, device, False)
+        with mode:
+            assert (made + 1).shape == shape and (made + 1).device == device

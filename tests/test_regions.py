@@ -19,7 +19,16 @@ import graph_fsdp
 from graph_fsdp import compat
 from graph_fsdp.passes import Graph
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
-from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionCache, RegionKey, cut, region_key, run_as_graph
+from graph_fsdp.runtime.regions.regions import (
+    Compiled,
+    Region,
+    RegionCache,
+    RegionKey,
+    Step,
+    cut,
+    region_key,
+    run_as_graph,
+)
 
 aten = torch.ops.aten
 
@@ -218,6 +227,24 @@ def test_a_region_that_runs_more_often_is_compiled_for_what_it_returns() -> None
     assert compiled_for("ac", "c", "c")[0] == 2
     assert compiled_for("ac", "bc")[0] == 2, "neither returns all that the other does"
     assert compiled_for("abc", "ac", "c")[0] == 1
+
+
+def test_a_prepared_graph_is_cut_once_and_another_one_or_a_copy_anew() -> None:
+    cache, graph, other = RegionCache(NoKernels()), chain("ac", "c"), chain("b")
+
+    def nodes(steps: list[Step]) -> list[Any]:
+        return [(step.nodes, step.outputs) if isinstance(step, Region) else step for step in steps]
+
+    cache.prepare([graph])
+    steps = cache.cut(graph)
+    assert nodes(steps) == nodes(cut(graph))
+    again = cache.cut(graph)
+    assert again[1] is not steps[1] and nodes(again) == nodes(steps), "it may have changed once its program is written"
+    cache.prepare([graph])
+    assert nodes(cache.cut(other)) == nodes(cut(other))
+    graph.fx_graph.erase_node(graph.output)
+    graph.fx_graph.output(())
+    assert nodes(cache.cut(graph)) == nodes(cut(graph)) != nodes(steps)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["gathered", "kept for backward"])

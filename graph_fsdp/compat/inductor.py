@@ -111,11 +111,15 @@ def _vectors_named(module: torch.fx.GraphModule) -> contextlib.AbstractContextMa
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+    from graph_fsdp.compat.inductor_probes import remembered_probes
+
     values = [node.meta.get("val") for node in module.graph.nodes]
     on_host = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
     if not on_host or config.cpp.simdlen is not None:
         return contextlib.nullcontext()
-    return config.patch({"cpp.simdlen": pick_vec_isa().bit_width()})
+    with remembered_probes():
+        width = pick_vec_isa().bit_width()
+    return config.patch({"cpp.simdlen": width})
 
 
 def inductor_settings() -> dict[str, Any]:

@@ -21,6 +21,8 @@ from torch._dynamo.utils import dynamo_timed
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+from graph_fsdp.compat.inductor_probes import BuiltSource
+
 log = logging.getLogger(__name__)
 
 _SMALLEST = 6  # kernels in a library, where there are more than one library
@@ -99,15 +101,24 @@ def _begin(kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> Call
         lines += [f"namespace {name}_ {{", _INCLUDE.sub("", text).replace(_EXPORTED, ""), "}"]
 
     base: Any = CppPythonBindingsCodeCache
+    source = "\n".join(lines)
+    known = BuiltSource(source)
 
     class Library(base):
         cache: ClassVar[dict[str, Any]] = {}
 
         @classmethod
         def _load_library_inner(cls, path: str, key: str) -> Any:
-            return SimpleNamespace(functions=[_loaded(path, key, name) for name in names])
+            functions = [_loaded(path, key, name) for name in names]
+            known.remember()
+            return SimpleNamespace(functions=functions)
 
-    return Library.load_async("\n".join(lines), "cpu", submit_fn=submit)
+        @classmethod
+        def _get_uncompiled_header(cls, device: str) -> str | None:
+            header: str | None = None if known.built else super()._get_uncompiled_header(device)
+            return header
+
+    return Library.load_async(source, "cpu", submit_fn=submit)
 
 
 def _with_bindings(kernel: Kernel, name: str) -> str:

@@ -159,7 +159,11 @@ class AotTrace:
         return self.engine.pieces.sharing(program, self.context.graphs[phase], before_passes, self.context, kind)
 
     def _program(self, module: fx.GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
-        """Return the program of a graph after the passes. Its module may be a copy of AOTAutograd's by now."""
+        """Return the program of a graph after the passes."""
         graph = self.context.graphs[phase]
-        graph.module = module
+        graph.module = self._module(module, phase)
         return self.engine.program(graph, self.context, self.captured)
+
+    def _module(self, given: fx.GraphModule, phase: Phase) -> fx.GraphModule:
+        """Return the module of a graph after the passes: AOTAutograd's, which may be a copy by now."""
+        return given

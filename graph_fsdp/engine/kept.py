@@ -28,6 +28,7 @@ from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.ranks import OtherPlan
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
+from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.portable import Names, NotPortable
 from graph_fsdp.passes.ir.spec import ModelSpec
@@ -142,12 +143,15 @@ class KeptTrace(AotTrace):
         self._alive = self._owner()
         self.context.forward_outputs = num_fwd_outputs
         self._put_in()
-        forward, backward = self.program.graphs
-        return forward.module, backward.module
+        forward, backward = map(_outline, self.program.graphs)
+        return forward, backward
 
     def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         self._put_in()
-        return self._first_program(self.program.graphs[0].module, "inference")
+        return self._first_program(inference, "inference")
+
+    def _module(self, given: fx.GraphModule, phase: Phase) -> fx.GraphModule:
+        return self.context.graphs[phase].module
 
     def _put_in(self) -> None:
         """Have ranks agree on the program, as on one that passes have made."""
@@ -199,6 +203,23 @@ def _contracted(module: fx.GraphModule) -> fx.GraphModule:
     count = len(operands(module.graph.output_node()))
     graph.output(tuple(graph.call_function(operator.getitem, (results, index)) for index in range(count)))
     return compat.with_graph(module, graph, copies)
+
+
+def _outline(graph: Graph) -> fx.GraphModule:
+    """Return a module that has of a graph its inputs and outputs, each the result of a call: AOTAutograd reads no more
+    of it than their values, and copies a backward graph node by node."""
+    made = fx.Graph()
+    read = {*graph.placeholders, *graph.output.all_input_nodes}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.fx_graph.nodes:
+        if node in read:
+            is_input = node.op == "placeholder"
+            name, target = (node.name, node.target) if is_input else (None, call)
+            copies[node] = made.create_node("placeholder" if is_input else "call_function", target, name=name)
+            copies[node].meta = dict(node.meta)
+    output = made.node_copy(graph.output, copies.__getitem__)
+    output.meta = dict(graph.output.meta)
+    return compat.module_of(made)
 
 
 # What passes have made of the graph, when somebody asks

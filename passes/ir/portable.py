@@ -31,6 +31,7 @@ _PYTHON = {"getitem": operator.getitem}
 # What a node says of where it comes from that no later step reads.
 _LEFT_OUT = frozenset(
     {"tensor_meta", "desc", "from_node", "source_fn_stack", "fwd_source_fn_stack", "output_stack_traces"}
+    | {"seq_nr", "autograd_backward", "mutation_region_id", "partitioner_tag"}
 )
 _STACKS = frozenset({"nn_module_stack", "fwd_nn_module_stack"})
 # What passes find of a graph, and what is left to whoever makes a program of it.
@@ -236,12 +237,14 @@ def from_data(data: Mapping[str, Any], names: Names, mode: Any) -> Graph:
     Raises:
         ValueError, TypeError, KeyError, IndexError, AttributeError: the data are not what it has written.
     """
-    return _Reader(data, names, mode).graph()
+    with compat.without_dispatch_modes():
+        return _Reader(data, names, mode).graph()
 
 
 class _Reader:
     def __init__(self, data: Mapping[str, Any], names: Names, mode: Any) -> None:
-        self._data, self._names, self._mode = data, names, mode
+        self._data, self._names = data, names
+        self._fake = compat.FakeTensors(mode)
         self._texts: list[str] = data["texts"]
         self._nodes: list[fx.Node] = []
         self._targets: dict[int, Any] = {}
@@ -274,7 +277,10 @@ class _Reader:
             called = self._target(target) if op == "call_function" else self._texts[target]
             given = tuple([self._argument(value) for value in args])
             named = {key: self._argument(value) for key, value in kwargs.items()} if kwargs else {}
-            node = graph.create_node(op, called, given, named, name)
+            node = graph.create_node(op, called, name=name)  # which looks through arguments, for symbols
+            node.args = given
+            if named:
+                node.kwargs = named
             if node.name != name:
                 raise ValueError(f"{name!r} is no name of a node")
             for key, value in meta:
@@ -319,5 +325,5 @@ class _Reader:
             nbytes = self._data["memory"][memory]
             self._memory[memory] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         where = self._names.device_of(device)
-        made = compat.fake_tensor(self._mode, shape, stride, _LITERALS[dtype], where, self._memory[memory], offset)
+        made = self._fake.in_memory(self._memory[memory], shape, stride, offset, _LITERALS[dtype], where)
         return made.requires_grad_() if requires_grad else made

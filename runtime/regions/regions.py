@@ -77,6 +77,17 @@ class Region:
         graph.output(tuple(copies[node] for node in self.outputs))
         return fx.GraphModule(self.owner, graph)
 
+    @cached_property
+    def keys(self) -> dict[str, RegionKey]:
+        """Hold the region's key by the kind of its graph."""
+        return {}
+
+    def key(self, kind: str) -> RegionKey:
+        """Return the region's key in a graph of a kind. The nodes must not change any more."""
+        if kind not in self.keys:
+            self.keys[kind] = region_key(self, kind)
+        return self.keys[kind]
+
 
 def unit_of(region: Region) -> str:
     """Name the units whose gathered parameters a region computes with, in order; else those whose gradients it makes
@@ -315,15 +326,18 @@ class RegionCache:
         self.compiled = 0
         self._cache: dict[RegionKey, Compiled] = {}
         self._alive: list[Region] = []  # keys know operators and constants by their ids
+        self._cuts: dict[fx.Graph, list[Step]] = {}  # of graphs whose programs come next
 
     def prepare(self, graphs: Iterable[Graph]) -> None:
         """Compile what the programs of these graphs will ask for, at once, so that a backend can divide the work."""
         found: dict[RegionKey, Region] = {}
         counts: Counter[RegionKey] = Counter()
+        self._cuts.clear()
         for graph in graphs:
-            for region in cut(graph):
+            steps = self._cuts[graph.fx_graph] = cut(graph)
+            for region in steps:
                 if isinstance(region, Region):
-                    key = region_key(region, graph.phase)
+                    key = region.key(graph.phase)
                     found.setdefault(key, region)
                     counts[key] += 1
         new = {key: region for key, region in found.items() if key not in self._cache}
@@ -334,9 +348,17 @@ class RegionCache:
                 places = [other.returned.index(node) for node in key.returned]
                 self._cache[key] = partial(_part_of, self._cache[other], places)
 
+    def cut(self, graph: Graph) -> list[Step]:
+        """Cut a graph, once if it was prepared last: such a graph does not change until its program is written."""
+        prepared = self._cuts.pop(graph.fx_graph, None)
+        if prepared is None:  # AOTAutograd gives a copy, and the graph that was prepared is of no use
+            self._cuts.clear()
+            return cut(graph)
+        return prepared
+
     def compile(self, region: Region, kind: Phase) -> Compiled:
         self.regions += 1
-        key = region_key(region, kind)
+        key = region.key(kind)
         if key not in self._cache:
             self._compile({key: region})
         return self._cache[key]
