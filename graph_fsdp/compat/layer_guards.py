@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._dynamo.source import TypeSource
-from torch._guards import ChainedSource, Guard, Source
+from torch._guards import Guard, Source
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -95,24 +95,10 @@ class Counterparts:
 
     def value(self, source: Source) -> Any:
         """Return the value of a source. Raises Differs if there is none."""
-        if source in self._values:
-            return self._values[source]
-        base = getattr(source, "base", None)
         try:
-            if base is None or type(source).get_value is not ChainedSource.get_value:
-                return source.get_value(self._globals, {}, self._values)
-            # That compiles the expression each time.
-            found = eval(_expression(cast(Any, source)._name_template), self._globals, {"tmp": self.value(base)})
+            return source.get_value(self._globals, {}, self._values)
         except Exception as error:
             raise Differs(f"{source.name} has no value") from error
-        self._values[source] = found
-        return found
-
-
-@functools.cache
-def _expression(template: str) -> types.CodeType:
-    """Compile what the value of a source is of that of its base, ``tmp``."""
-    return compile(template.format("tmp"), "<source>", "eval")
 
 
 @dataclass(frozen=True)
