@@ -21,6 +21,8 @@ from unittest.mock import patch
 
 import torch
 
+from graph_fsdp.compat.inductor import inductor_cache_directory
+
 _FLAGS = ("flags", "Features")  # of a processor, in Linux's words
 
 
@@ -49,23 +51,24 @@ def remembered_probes() -> contextlib.AbstractContextManager[Any]:
 
 
 class BuiltSource:
-    """Remembers in Inductor's cache that a source has been built: no header has to be precompiled for it then.
+    """Remembers in Inductor's cache, where there is one, that a source has been built: no header has to be precompiled
+    for it then.
 
     Whether the library is still that of the compiler and its options is found out by Inductor, from the
     name of the file; if it is not, it is built without a precompiled header, which takes longer.
     """
 
     def __init__(self, source: str) -> None:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-        self._note = Path(cache_dir(), "graph_fsdp", "libraries", hashlib.sha256(source.encode()).hexdigest())
+        folder = inductor_cache_directory()
+        name = hashlib.sha256(source.encode()).hexdigest()
+        self._note = None if folder is None else folder / "graph_fsdp" / "libraries" / name
 
     @property
     def built(self) -> bool:
-        return self._note.exists()
+        return self._note is not None and self._note.exists()
 
     def remember(self) -> None:
-        if not self.built:
+        if self._note is not None and not self.built:
             _write(self._note, "")
 
 
