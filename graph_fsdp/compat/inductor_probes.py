@@ -21,8 +21,6 @@ from unittest.mock import patch
 
 import torch
 
-from graph_fsdp.compat.inductor import inductor_cache_directory
-
 _FLAGS = ("flags", "Features")  # of a processor, in Linux's words
 
 
@@ -59,9 +57,13 @@ class BuiltSource:
     """
 
     def __init__(self, source: str) -> None:
-        folder = inductor_cache_directory()
-        name = hashlib.sha256(source.encode()).hexdigest()
-        self._note = None if folder is None else folder / "graph_fsdp" / "libraries" / name
+        from torch._inductor import config
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        self._note: Path | None = None
+        if config.fx_graph_cache and not config.force_disable_caches:
+            name = hashlib.sha256(source.encode()).hexdigest()
+            self._note = Path(cache_dir(), "graph_fsdp", "libraries", name)
 
     @property
     def built(self) -> bool:
