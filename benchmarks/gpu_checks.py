@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import importlib.util
 import json
 import os
@@ -102,11 +103,9 @@ def on_device(device: str, host: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def load_checks() -> None:
-    from device_checks import correctness, features, several_ranks, speed, triton_kernels
-
-    assert (
-        correctness and features and several_ranks and speed and triton_kernels
-    )  # importing them has registered their checks
+    """Import the files of checks, which registers them."""
+    for name in ("correctness", "processes", "features", "several_ranks", "speed", "triton_kernels"):
+        importlib.import_module(f"device_checks.{name}")
 
 
 # In the process that starts them

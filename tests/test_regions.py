@@ -19,16 +19,7 @@ import graph_fsdp
 from graph_fsdp import compat
 from graph_fsdp.passes import Graph
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
-from graph_fsdp.runtime.regions.regions import (
-    Compiled,
-    Region,
-    RegionCache,
-    RegionKey,
-    Step,
-    cut,
-    region_key,
-    run_as_graph,
-)
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionCache, RegionKey, cut, region_key, run_as_graph
 
 aten = torch.ops.aten
 
@@ -232,7 +223,7 @@ def test_a_region_that_runs_more_often_is_compiled_for_what_it_returns() -> None
 def test_a_prepared_graph_is_cut_once_and_another_one_or_a_copy_anew() -> None:
     cache, graph, other = RegionCache(NoKernels()), chain("ac", "c"), chain("b")
 
-    def nodes(steps: list[Step]) -> list[Any]:
+    def nodes(steps: list[Any]) -> list[Any]:
         return [(step.nodes, step.outputs) if isinstance(step, Region) else step for step in steps]
 
     cache.prepare([graph])

@@ -9,17 +9,14 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import PROCESS_GROUPS, ROOT, start_ranks
+from harness import PROCESS_GROUPS
 from implementations import Builder, Setup, fsdp2, ours
 from torch import Tensor, nn
 from torch._inductor import config
@@ -29,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from workloads import Workload, loss_of
 
 import graph_fsdp
-from device_checks import ACCELERATORS, HERE, REHEARSED, VIRTUAL, CannotRun, Figures, check, one_of, schedule_of
+from device_checks import ACCELERATORS, REHEARSED, VIRTUAL, CannotRun, Figures, check, one_of, schedule_of
 from device_checks.model import LlamaWorkload
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.runtime.comm.collectives import start_all_gather
@@ -371,73 +368,3 @@ def host_that_must_not_wait(device: torch.device) -> Iterator[None]:
     yield
     waited = machine.clocks.host.seconds - before  # launching takes no time there
     assert not waited, f"the host waited until {waited * 1e6:.0f} µs of the step were over"
-
-
-@check("A", 150, needs=["cuda"], reason="it follows CUDA's streams; the virtual device looks for races in all checks")
-def torchs_sanitizer_finds_no_race(device: torch.device) -> Figures:
-    """Steps under ``torch.cuda._sanitizer``, which follows every kernel's streams and events."""
-    program = "from device_checks import correctness as c; import torch; c.steps_for_the_sanitizer()"
-    done = started([sys.executable, "-c", program], TORCH_CUDA_SANITIZER="1")
-    return {"says": done.stdout.strip().splitlines()[-1:]}
-
-
-def started(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command that must succeed. It runs in the benchmarks' folder: in the repository's, Python would import sources
-    that lie otherwise than in the package."""
-    variables = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "benchmarks", env=variables)
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "Warning" not in line]
-    assert done.returncode == 0, "\n".join(said)[-3000:]
-    return done
-
-
-def steps_for_the_sanitizer() -> None:
-    device = torch.device("cuda", 0)
-    workload = dataclasses.replace(llama_of(device), layers=2, width=256, length=128)
-    for options in ({}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "offload"}):
-        with one_of(device, RANKS):
-            setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
-            model = ours(backend="eager", **options)(workload.make(device), setup)
-            trained(model, workload, device, accumulates=False)
-
-
-@check("A", 200, needs=["cuda"], reason="the tests are of CUDA")
-def tests_that_need_an_accelerator(device: torch.device) -> Figures:
-    """Those of the project's tests that are skipped without one, and those of streams and CUDA graphs."""
-    if missing := [name for name in ("pytest", "expecttest") if not importlib.util.find_spec(name)]:
-        raise CannotRun(f"{' and '.join(missing)} is not installed")
-    tests = (
-        "test_cuda_graphs.py::test_on_cuda",
-        "test_meta.py::test_a_model_on_the_cpu_is_sharded_onto_the_accelerator",
-        "test_simulated_cluster.py",
-        "test_device_path.py",
-    )
-    paths = [str(ROOT / "tests" / test) for test in tests]
-    # Without pytest-timeout, pytest does not know a setting of the project's, which is an error by default.
-    settings = ["-p", "no:cacheprovider", *([] if importlib.util.find_spec("pytest_timeout") else ["-o", "addopts="])]
-    if importlib.util.find_spec("xdist"):
-        settings += ["-n", "4"]
-    command = [sys.executable, "-m", "pytest", "-q", *settings, "-m", "not long", *paths]
-    return {"pytest": started(command).stdout.strip().splitlines()[-1:]}
-
-
-@check("A", 150, needs=ACCELERATORS, reason="gloo moves no tensors of other devices; its ranks on the CPU are tested")
-def gloo_with_two_ranks_on_one_device(device: torch.device) -> Figures:
-    """Two processes share the device, and gloo moves its tensors: two steps as one process takes them."""
-    script = str(Path(__file__).with_name("two_ranks.py"))
-    code = start_ranks(script, [device.type, "gloo"], 2, device.type, **HERE)
-    assert code == 0, f"the ranks ended with {code}"
-    return {}
-
-
-@check("A", 150, needs=ACCELERATORS, reason="on the CPU tests do it", cases=["GPT", "Trainer of transformers"])
-def programs_train_on_one_device(device: torch.device, case: str) -> Figures:
-    """The example, and Hugging Face's Trainer, started by torchrun as one process: they train, and losses fall."""
-    script = {
-        "GPT": ROOT / "examples" / "train_gpt.py",
-        "Trainer of transformers": Path(__file__).with_name("trainer.py"),
-    }
-    arguments = {"GPT": ["--device", device.type, "--bf16", "--steps", "20", "--layers", "2"]}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command += [str(script[case]), *arguments.get(case, [])]
-    return {"says": started(command, **HERE).stdout.strip().splitlines()[-2:]}
