@@ -253,9 +253,6 @@ def _values(graph: Graph, context: PassContext) -> Storages:
     found = [storage for storage in lifetimes.found if storage.category != "shards"]
     if copies_are_elsewhere(context):
         found = [storage for storage in found if not _is_copy_on_host(storage.node)]
-    if (offload := context.model.offload) is not None:  # what is on the CPU is left out where the device is another
-        kinds = {s.node: {t.device.type for t in iterate_tensors(s.node.meta.get("val"))} for s in found}
-        found = [s for s in found if not kinds[s.node] or offload.device.type in kinds[s.node]]
     return Storages(found, storages_of)
 
 
