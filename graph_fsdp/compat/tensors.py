@@ -86,6 +86,15 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(_hint(size, fallback=UNBACKED_HINT))
 
 
+def with_sizes_of(node: torch.fx.Node, mode: Any, compute: Callable[[], Any]) -> Any:
+    """Return what ``compute`` does with fake tensors, with the sizes that only data decides named as in a node's value,
+    which was computed of the same inputs before."""
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        value = compute()
+        symbolic_shapes.rebind_unbacked(mode.shape_env, node, value)
+    return value
+
+
 def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
     assert isinstance(tensor, DTensor)

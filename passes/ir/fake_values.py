@@ -26,7 +26,9 @@ def evaluate(node: fx.Node) -> Any:
     args, kwargs = found
     if node.target is operator.getitem and isinstance(args[0], (tuple, list)):  # no operator: a mode would cost more
         return args[0][args[1]]
-    with fake_mode_of(node.all_input_nodes) or contextlib.nullcontext():
+    with fake_mode_of(node.all_input_nodes) or contextlib.nullcontext() as mode:
+        if "unbacked_bindings" in node.meta:
+            return compat.with_sizes_of(node, mode, lambda: function(node)(*args, **kwargs))
         return function(node)(*args, **kwargs)
 
 
