@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
 from graph_fsdp.report.report import engine_of
@@ -276,6 +277,49 @@ def test_after_a_backward_that_raised_gradients_are_those_of_the_next_one() -> N
             else:
                 made(x).sum().backward()
     assert_same_gradients(model, plain)
+
+
+class Checkpointed(nn.Module):
+    """What it computes again in backward breaks graphs, so that Dynamo leaves the checkpoints to Python."""
+
+    def __init__(self, reentrant: bool, of_a_method: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant, self.of_a_method = Loop(3), reentrant, of_a_method
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layers(x, x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.of_a_method:
+            return checkpoint(self.scores, x, use_reentrant=self.reentrant)
+        return self.head(checkpoint(self.layers, x, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize(
+    ("units", "reentrant", "of_a_method"),
+    [(None, False, True), (None, True, False), ({Block}, False, False), ({Loop}, True, True)],
+)
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_checkpoints_that_python_computes_again(units: Any, reentrant: bool, of_a_method: bool) -> None:
+    def inputs() -> tuple[Tensor]:
+        return (torch.randn(2, WIDTH).double().requires_grad_(),)
+
+    assert_as_plain(lambda: Checkpointed(reentrant, of_a_method), inputs, auto_wrap_policy=units)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_an_error_in_what_is_computed_again_leaves_the_model_its_shards() -> None:
+    model = graph_fsdp.compile(Checkpointed(False, False), backend="eager", fullgraph=False)
+    shards = list(model.parameters())
+    loss = model(torch.ones(1, WIDTH)).sum()
+    hook = model.layers.layers[1].register_forward_pre_hook(lambda *_: _stop(loss))
+    with pytest.raises(InterruptedError):
+        loss.backward()
+    assert all(now is shard for now, shard in zip(model.parameters(), shards, strict=True))
+    hook.remove()
+    model(torch.ones(1, WIDTH)).sum().backward()
+    assert all(p.grad is not None for p in shards)
 
 
 def _stop(_: Tensor) -> None:

@@ -34,6 +34,7 @@ REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
 # Before torch 2.13, autograd holds the gradients that it calls a backward graph with until the graph has run.
 HOLDS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 
+from graph_fsdp.compat.checkpoints import checkpointed_functions as checkpointed_functions
 from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dynamo import *
@@ -43,4 +44,5 @@ from graph_fsdp.compat.inductor import *
 from graph_fsdp.compat.quick_graphs import arguments_of as arguments_of
 from graph_fsdp.compat.quick_graphs import inputs_of as inputs_of
 from graph_fsdp.compat.quick_graphs import quick_copies as quick_copies
+from graph_fsdp.compat.recurrent import differentiable_lstms as differentiable_lstms
 from graph_fsdp.compat.tensors import *

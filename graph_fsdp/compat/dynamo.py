@@ -24,6 +24,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import Unsupported as Unsupported
+from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
@@ -172,6 +173,13 @@ def forward_outputs() -> tuple[list[int], list[bool]]:
     ]
 
 
+def let_backward_run_twice() -> None:
+    """Let the backward of the graph that AOTAutograd has just traced run with ``retain_graph=True`` whatever it saves,
+    which only Inductor would write to, where it compiled the graph as a whole."""
+    found: Any = TracingContext.get().fw_metadata
+    found.bw_donated_idxs = []
+
+
 def tangents_of_outputs(number: int) -> list[int | None] | None:
     """Return, for each output of the autograd node of the graph that AOTAutograd has just traced, which of its
     ``number`` tangents is the gradient, or None for none. None as a whole where this torch counts them otherwise."""
@@ -207,6 +215,7 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
 
     - Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph.
     - Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
+    - Derivatives in a forward (``torch.autograd.grad``) are traced, from torch 2.11 on.
     - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do.
     - With ``hooks``, graphs are guarded by the hooks that they were traced with.
     - To save time, graph modules write their code when asked, no garbage is collected after a compilation, and guards
@@ -218,8 +227,8 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": not hooks,
     }
-    if hasattr(dynamo_config, "run_gc_after_compile"):
-        options["run_gc_after_compile"] = False
+    other = {"run_gc_after_compile": False, "trace_autograd_ops": True}
+    options |= {name: value for name, value in other.items() if hasattr(dynamo_config, name)}
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     config_for_log = dynamo_utils._get_dynamo_config_for_logging

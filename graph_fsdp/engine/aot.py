@@ -9,14 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import Entry
+from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext
+from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.agreed_order import kind_of
 from graph_fsdp.passes.ir.effects import draws
 from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused, garbage_collected
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
@@ -27,6 +31,17 @@ from graph_fsdp.runtime.withheld_gradients import find_absent
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
     from graph_fsdp.engine.kept import Lookup
+
+
+def refuse_sparse_gradients(joint: Graph) -> None:
+    """Raise UnsupportedError if a parameter's gradient is a sparse tensor, which nothing here can reduce."""
+    for node in joint.fx_graph.find_nodes(op="call_function", target=dialect.reduce_grad):
+        if operand(node).meta["val"].layout is not torch.strided:
+            name = dialect.parameter_of(node)
+            raise UnsupportedError(
+                f"the gradient of parameter {name!r} is a sparse tensor, which is not reduced over ranks; make the "
+                "embedding with sparse=False"
+            )
 
 
 @dataclass(eq=False)
@@ -76,6 +91,7 @@ class AotTrace:
         joint_graph = Graph(joint, "joint")
         self._note(joint, len(joint_inputs[0]), num_fwd_outputs)
         mark_tangents(joint_graph, len(joint_inputs[0]))
+        refuse_sparse_gradients(joint_graph)
         engine.pipeline.run([joint_graph], context)
         absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
         kind = self._kind(joint_graph)
@@ -110,6 +126,8 @@ class AotTrace:
             return compat.writes_code_when_asked(forward), compat.writes_code_when_asked(backward)
 
     def compile_forward(self, forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        if not self.engine.whole:
+            compat.let_backward_run_twice()
         # Compiles backward's regions too, so that ranks divide all regions at once.
         return self._first_program(forward, "forward", "backward")
 

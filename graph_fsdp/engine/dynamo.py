@@ -97,7 +97,7 @@ def _refuse_second_derivative(gradients: Any) -> None:
         )
 
 
-def graph_break(error: compat.Unsupported, entry: Entry, call: Call, structure: Structure) -> GraphBreakError:
+def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure) -> GraphBreakError:
     """Return what to raise for ``error``. Raises TypeError if wrong arguments were the cause."""
     inspect.signature(call.function).bind(call.module, *call.args, **call.kwargs)
     stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]

@@ -38,7 +38,7 @@ from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import PythonReads
 from graph_fsdp.engine.ranks import OtherPlan, Schedules
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
-from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards
+from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards, warn_of_writes
 from graph_fsdp.engine.updates import Updates
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
@@ -183,8 +183,7 @@ class Engine:
             stack.enter_context(compat.dynamo_ignores_modes())
             if self.repeat_traces:
                 stack.enter_context(self.equal_layers.active())
-            stack.callback(setattr, Entered, "engine", Entered.engine)
-            Entered.engine = self.number
+            stack.enter_context(self.entered())
             stack.enter_context(self.pieces.forward_call())
             stack.enter_context(self.python_reads.forward_call())
             if key not in self._compiled:  # Dynamo traces
@@ -199,7 +198,9 @@ class Engine:
                 if isinstance(cause, _OUR_ERRORS):
                     raise cause from cause.__cause__
                 raise
-            except compat.Unsupported as error:
+            except (compat.Unsupported, compat.UserError) as error:
+                if isinstance(error, compat.UserError) and not self._fullgraph:
+                    raise
                 raise graph_break(error, entry, self._call, self.structure) from error
             except compat.FailOnRecompileLimitHit as error:
                 if key.hooks:
@@ -207,6 +208,15 @@ class Engine:
                 raise
             finally:
                 self._inputs, self._call = {}, None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let functions of the model be the plain ones."""
+        before, Entered.engine = Entered.engine, self.number
+        try:
+            yield
+        finally:
+            Entered.engine = before
 
     def _function_compiled(self, key: CaptureKey) -> Callable[..., Any]:
         """Return an entry's function, compiled for the present settings. Each of these has graphs of its own, as Dynamo
@@ -228,6 +238,7 @@ class Engine:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see ``_function_compiled``."""
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
+        warn_of_writes(module, parameters)
         names = tuple(p.spec.name for p in parameters.values())
         self._traced.append(traced := TracedGraph(module, parameters, self.storage))
         traced.programs[names] = self._compile_with(key, cause, module, list(example_inputs), parameters)
@@ -262,7 +273,7 @@ class Engine:
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
         try:
-            with collector_paused(), compat.without_dispatch_modes():
+            with collector_paused(), compat.without_dispatch_modes(), compat.differentiable_lstms():
                 self.pipeline.run([Graph(module, "capture")], context)
                 lookup = self.kept_programs.look_up(module, inputs, context, key.entry)
                 if lookup is not None and lookup.program is not None:

@@ -16,6 +16,7 @@ another unit is read or the forward ends. A later backward has the unit gathered
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -82,8 +83,10 @@ class PythonReads:
         if self._watches:
             self._watch()
         keep = False
+        again = compat.checkpointed_functions(self._again) if self._watches and self._grad else contextlib.nullcontext()
         try:
-            yield
+            with again:
+                yield
             self._check_unwritten()
             keep = self._grad
         finally:
@@ -118,6 +121,19 @@ class PythonReads:
                     # An operator that autograd has saved the parameter for must find that it is gone.
                     compat.set_version(p.placeholder, self._versions[p.spec.name] + 1)
 
+    def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that a checkpoint computes again in backward, with placeholders as in forward."""
+        engine = self._engine
+
+        @functools.wraps(function)
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            if compat.current_backward() == -1 or engine.storage.active:
+                return function(*args, **kwargs)
+            with engine.storage.placeholders_registered(), engine.entered():
+                return function(*args, **kwargs)
+
+        return computed
+
     # --- gathering
 
     @property
@@ -133,7 +149,9 @@ class PythonReads:
             self.release(but="")
         members = self._members[unit]
         trains = tuple(grad and p.shard.requires_grad for p in members)
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), compat.without_torch_function():
+        # A checkpoint that reads the unit compares what it has saved with what it saves again, when the unit is whole.
+        hooks = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), hooks, compat.without_torch_function():
             shards = connected_shards(members)
             values = self._program(unit, members, trains, read)(*shards)
             empty = [p.placeholder.data for p in members]
@@ -216,6 +234,10 @@ class PythonReads:
                         f"parameter {p.spec.name!r} was written by code outside of graphs in the model's forward, "
                         "where it is a gathered copy; write to it in graph_fsdp.unsharded, outside of the forward"
                     )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _cost(unit: str, members: list[ShardedParameter], read: str) -> str:

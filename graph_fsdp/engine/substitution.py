@@ -9,6 +9,7 @@ combination has programs of its own, made of one trace. See docs/decisions/traci
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -35,6 +36,28 @@ def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, Sharde
         if parameter is not None:
             found[index] = parameter
     return found
+
+
+def warn_of_writes(module: fx.GraphModule, parameters: Mapping[int, ShardedParameter]) -> None:
+    """Warn if a graph that Dynamo has just traced writes to parameters, which would be lost without a word."""
+    values = [v for n in module.graph.nodes if isinstance(v := n.meta.get("example_value"), Tensor)]
+    written = {(compat.storage_id(v), v._version) for v in values if not v.is_inference() and v._version}
+    if not written:
+        return
+    inputs, names = module.graph.find_nodes(op="placeholder"), []
+    for index, p in parameters.items():
+        with compat.without_torch_function():
+            before = {0, p.placeholder._version}  # of ``data``, and of the parameter itself
+        own = compat.storage_id(inputs[index].meta["example_value"])
+        if any(storage == own and version not in before for storage, version in written):
+            names.append(p.spec.name)
+    if names:
+        warnings.warn(
+            f"the forward writes to {', '.join(map(repr, names))} in place. It has a gathered copy of a parameter, as "
+            "with FSDP2: what it writes is lost when that is freed, and the parameter stays as it was. Write to it "
+            "outside of the forward (torch.no_grad(), or a block of graph_fsdp.unsharded), or make it a buffer",
+            stacklevel=2,
+        )
 
 
 def substitute_shards(
