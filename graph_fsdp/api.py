@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -123,7 +124,8 @@ def compile(
     given = locals()
     check_model(model)
     options = CompileOptions(**{field.name: given[field.name] for field in dataclasses.fields(CompileOptions)})
-    return _compile(model, mesh, options)
+    with torch.inference_mode(False):  # shards made in that mode could not be trained
+        return _compile(model, mesh, options)
 
 
 def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> Model:

@@ -34,6 +34,8 @@ class Faulty(MLP):
             torch._dynamo.graph_break()
         if self.fault == "branch on data" and x.sum() > 0:
             x = 2 * x
+        if self.fault == "branch on an item" and x.sum().item() > 0:
+            x = 2 * x
         if self.fault == "touch":
             x = x / self.norm()
         return super().forward(x)
@@ -68,6 +70,7 @@ def fail_forward(model: Faulty, fault: str | None, error: type[Exception], *word
 BREAKS = {
     "break": ("            torch._dynamo.graph_break()", "torch._dynamo.graph_break()"),
     "branch on data": ('if self.fault == "branch on data"', "Data-dependent"),
+    "branch on an item": ('if self.fault == "branch on an item"', "data-dependent expression"),
     "touch": ("x = x / self.norm()", "torch.compiler.disable"),
 }
 

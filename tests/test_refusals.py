@@ -55,6 +55,11 @@ REFUSED: dict[str, tuple[Action, type[Exception], str]] = {
     "share_memory": (lambda m, _: m.share_memory(), UnsupportedError, "to_local()"),
     "meta": (lambda m, _: m.to("meta"), MetaDeviceError, "moved to the meta device"),
     "meta of a device": (lambda m, _: m.to(device=torch.device("meta")), MetaDeviceError, "meta device"),
+    "torch.jit.trace": (lambda m, _: torch.jit.trace(m, torch.ones(1, 4)), AlreadyShardedError, "given to torch.jit"),
+    "torch.jit.script": (lambda m, _: torch.jit.script(m), AlreadyShardedError, "given to torch.jit"),
+    "torch.export": (lambda m, _: torch.export.export(m, (torch.ones(1, 4),)), UnsupportedError, "export the model"),
+    "vmap": (lambda m, _: torch.func.vmap(m)(torch.ones(2, 4)), UnsupportedError, "under a transform of torch.func"),
+    "jvp": (lambda m, _: torch.func.jvp(m, (torch.ones(1, 4),), (torch.ones(1, 4),)), UnsupportedError, "torch.func"),
     "save_pretrained": (lambda m, _: m.save_pretrained("folder"), UnsupportedError, "graph_fsdp.unsharded(model)"),
 }
 

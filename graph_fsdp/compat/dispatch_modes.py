@@ -33,6 +33,8 @@ except ImportError:  # before 2.10
 
 
 without_dispatch_modes = python_dispatch._disable_current_modes
+# What torch.func transforms at the moment, None where there is nothing.
+transform_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

@@ -19,7 +19,7 @@ from graph_fsdp.engine.dynamo import Entered, Entry
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.communication import CommunicationMethods
-from graph_fsdp.module.refusals import Refusals, Registry, saving_whole, watch_steps
+from graph_fsdp.module.refusals import Refusals, Registry, refuse_transforms, saving_whole, watch_steps
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
 from graph_fsdp.parameters.mixed_precision import ModulePolicies, cast_floats
@@ -161,6 +161,7 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if Entered.engine == number:  # traced with the model
             return function(self, *args, **kwargs)
+        refuse_transforms()
         own = vars(self)
         of_inputs, of_outputs = own["_graph_fsdp_casts"]
         if of_inputs is not None:

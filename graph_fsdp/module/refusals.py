@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, CheckpointError, MetaDeviceError, UnsupportedError
 
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -49,8 +50,12 @@ class Refusals:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse DistributedDataParallel, which asks for it before it communicates."""
-        raise AlreadyShardedError(_already("DistributedDataParallel"))
+        """Refuse DistributedDataParallel, which asks for it before it communicates, and torch.jit, which asks for all
+        that a module has."""
+        raise AlreadyShardedError(
+            f"{_already('DistributedDataParallel')}. If it was given to torch.jit: that cannot see the gathers of its "
+            "shards; give it the model as it was before graph_fsdp.compile"
+        )
 
     def share_memory(self) -> Any:
         """Share the memory of a model on one process. DTensors have no memory that torch could share."""
@@ -78,6 +83,20 @@ class Registry(dict[str, Any]):
                 "not trace its hooks; call it before graph_fsdp.compile, or pass activation_checkpointing=…"
             )
         return super().__contains__(name)
+
+
+def refuse_transforms() -> None:
+    """Refuse a call of the model under what would transform its operators, of which its graphs show none."""
+    if compat.transform_stack() is not None:
+        raise UnsupportedError(
+            "a model compiled by graph_fsdp was called under a transform of torch.func (vmap, grad, jvp, jacrev, …), "
+            "which cannot see into its graphs; call the transform in the model's forward, which is traced with it"
+        )
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "torch.export was given a model that graph_fsdp has compiled, whose parameters are shards; export the "
+            "model as it was before graph_fsdp.compile, with the values that graph_fsdp.checkpoint saves"
+        )
 
 
 def _already(by: str) -> str:

@@ -1,0 +1,157 @@
+"""What a forward may do beside calling layers: the model computes what plain PyTorch does, each rank on its rows."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from facts import Facts, Failures, check
+from test_calls_ranks import check_gradients, pair, rows
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import graph_fsdp
+
+FACTS = Facts(__name__)
+
+
+class Two(nn.Module):
+    """Two layers, and a forward of one's own."""
+
+    def __init__(self, forward: Callable[[Two, Tensor], Tensor], first: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8) if first is None else first
+        self.second = nn.Linear(8, 8)
+        self._forward = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self, x)
+
+
+def trains_as_plain(
+    forward: Callable[[Two, Tensor], Tensor], first: nn.Module | None = None, x: Tensor | None = None, **options: Any
+) -> None:
+    torch.manual_seed(0)
+    for made in (pair_ := pair(Two(forward, first), **options)):
+        for seed in range(2):
+            made(rows(6, 8, seed=seed) if x is None else x).square().mean().backward()
+    check_gradients(*pair_)
+
+
+def of_positive(x: Tensor) -> Tensor:
+    return x[:, 0] > 0
+
+
+@FACTS
+def rows_that_the_data_chooses() -> None:
+    trains_as_plain(lambda m, x: m.second(torch.relu(m.first(x))[of_positive(x)]))
+    trains_as_plain(lambda m, x: m.second(m.first(x)).masked_select(x > 0), activation_checkpointing="unit")
+
+
+@FACTS.long
+def rows_that_the_data_chooses_through_inductor() -> None:
+    torch.manual_seed(0)
+    made = Two(lambda m, x: m.second(torch.relu(m.first(x))[of_positive(x)]))
+    plain = copy.deepcopy(made)
+    model = graph_fsdp.compile(made)
+    for seed in range(3):  # other numbers of rows each time
+        for m in (model, plain):
+            m(rows(6, 8, seed=seed)).square().sum().backward()
+        check_gradients(model, plain)
+
+
+def residual(m: Two, x: Tensor) -> Tensor:
+    """Of a differential equation, as in physics-informed networks."""
+    u = m.second(torch.tanh(m.first(x)))
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return u - slope
+
+
+@FACTS
+def derivatives_in_a_forward() -> None:
+    x = rows(6, 8).requires_grad_()
+    trains_as_plain(residual, x=x)
+    trains_as_plain(residual, x=x, fullgraph=False)
+
+    def penalty(m: Two, x: Tensor) -> Tensor:
+        u = m.second(torch.tanh(m.first(x)))
+        (of_weight,) = torch.autograd.grad(u.sum(), m.first.weight, create_graph=True)
+        return u.mean() + of_weight.square().sum()
+
+    trains_as_plain(penalty)
+
+
+@FACTS
+def an_lstm_of_data() -> None:
+    trains_as_plain(lambda m, x: m.second(m.first(x)[0]), nn.LSTM(8, 8, 2))
+    model, plain = pair(Two(lambda m, x: m.second(m.first(x)[0]), nn.LSTM(8, 8)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(rows(6, 8)), plain(rows(6, 8)))
+
+
+@FACTS
+def two_backwards_of_what_is_computed_again() -> None:
+    for made in (pair_ := pair(Two(lambda m, x: m.second(torch.tanh(m.first(x)))), activation_checkpointing="unit")):
+        loss = made(rows(6, 8)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    check_gradients(*pair_)
+
+
+@FACTS
+def writes_to_a_parameter_are_told_and_lost_as_with_fsdp2() -> None:
+    def halves(m: Two, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.first.weight.mul_(0.5)
+        return m.second(m.first(x))
+
+    def halves_data(m: Two, x: Tensor) -> Tensor:
+        m.first.weight.data.mul_(0.5)
+        return m.second(m.first(x))
+
+    for forward in (halves, halves_data):
+        torch.manual_seed(0)
+        plain = Two(forward)
+        model, sharded = graph_fsdp.compile(copy.deepcopy(plain), backend="eager"), fully_shard(copy.deepcopy(plain))
+        with pytest.warns(UserWarning, match=r"the forward writes to 'first.weight' in place.* lost"):
+            found = model(rows(6, 8))
+        torch.testing.assert_close(found, sharded(rows(6, 8)))
+        found.sum().backward()
+        sharded(rows(6, 8)).sum().backward()
+        for p, expected in zip(model.parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), expected.full_tensor())  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trains_as_plain(lambda m, x: m.second(m.first(x)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+
+
+@FACTS
+def a_sparse_gradient_is_refused() -> None:
+    model, _ = pair(Two(lambda m, x: m.second(m.first(x)), nn.Embedding(8, 8, sparse=True)))
+    with pytest.raises(graph_fsdp.UnsupportedError, match=r"the gradient of parameter 'first.weight' is a sparse"):
+        model(torch.arange(4))
+
+
+@FACTS
+def a_model_made_in_inference_mode_trains() -> None:
+    with torch.inference_mode():
+        model, plain = pair(Two(lambda m, x: m.second(m.first(x))))
+        torch.testing.assert_close(model(rows(6, 8)), plain(rows(6, 8)))
+    model(rows(6, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    if name == "derivatives_in_a_forward" and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        pytest.skip("torch.autograd.grad is traced from torch 2.11 on")
+    check(ranks, name)
