@@ -25,6 +25,12 @@ def test_it_lists_an_example_of_each_command(capsys: pytest.CaptureFixture[str])
     assert named == {shlex.split(command)[1] for command in COMMANDS}
 
 
+def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"graph-fsdp {graph_fsdp.__version__}\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_example_is_one_that_the_program_takes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, name, *arguments = shlex.split(command)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from graph_fsdp import __version__
 from graph_fsdp.cli import plan, saved
 
 # Name → what adds its arguments, and what is called as ``run``, to a parser; and what it is for.
@@ -49,6 +50,7 @@ IN_PYTHON = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit status: 0, or 2 for invalid input. Without one, print what there is."""
     parser = argparse.ArgumentParser("graph-fsdp", description="Fully sharded data parallelism by graph passes.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, (add, summary) in _COMMANDS.items():
         add(commands.add_parser(name, help=summary))
