@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from facts import Facts, Failures, check
+from models import llama
 from test_calls_ranks import check_gradients, pair, rows
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -91,6 +93,22 @@ def an_lstm_of_data() -> None:
     model, plain = pair(Two(lambda m, x: m.second(m.first(x)[0]), nn.LSTM(8, 8)))
     with torch.no_grad():
         torch.testing.assert_close(model(rows(6, 8)), plain(rows(6, 8)))
+
+
+@FACTS.long
+def hidden_states_of_transformers_that_were_asked_for_before() -> None:
+    torch.manual_seed(0)
+    plain, ids = llama(), torch.arange(8)[None] + dist.get_rank()
+    assert len(plain(ids, output_hidden_states=True).hidden_states) == 3  # with hooks on layers from now on
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
+    found, expected = (m(ids, output_hidden_states=True).hidden_states for m in (model, plain))
+    torch.testing.assert_close(found, expected)
+    for states in (found, expected):
+        states[1].square().sum().backward()
+    check_gradients(model, plain)
+    late = graph_fsdp.compile(llama(), backend="eager")
+    with pytest.raises(graph_fsdp.GraphBreakError, match=r"output_capturing\.py"):
+        late(ids, output_hidden_states=True)
 
 
 @FACTS
