@@ -88,6 +88,24 @@ def derivatives_in_a_forward() -> None:
 
 
 @FACTS
+def a_backward_in_a_forward() -> None:
+    def trained(m: Two, x: Tensor) -> Tensor:
+        y = m.second(m.first(x))
+        y.square().mean().backward()
+        return y.detach()
+
+    model, plain = pair(Two(trained), fullgraph=False)
+    for m in (model, plain):
+        m(rows(6, 8))
+    check_gradients(model, plain)
+    model, _ = pair(Two(trained))
+    with pytest.raises(
+        graph_fsdp.UnsupportedError, match=r"the forward gives parameters gradients.*'first.weight' first"
+    ):
+        model(rows(6, 8))
+
+
+@FACTS
 def an_lstm_of_data() -> None:
     trains_as_plain(lambda m, x: m.second(m.first(x)[0]), nn.LSTM(8, 8, 2))
     model, plain = pair(Two(lambda m, x: m.second(m.first(x)[0]), nn.LSTM(8, 8)))

@@ -40,9 +40,10 @@ from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dynamo import *
 from graph_fsdp.compat.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
 from graph_fsdp.compat.equal_layers import EqualLayers as EqualLayers
+from graph_fsdp.compat.forwards import differentiable_lstms as differentiable_lstms
+from graph_fsdp.compat.forwards import inputs_given_gradients as inputs_given_gradients
 from graph_fsdp.compat.inductor import *
 from graph_fsdp.compat.quick_graphs import arguments_of as arguments_of
 from graph_fsdp.compat.quick_graphs import inputs_of as inputs_of
 from graph_fsdp.compat.quick_graphs import quick_copies as quick_copies
-from graph_fsdp.compat.recurrent import differentiable_lstms as differentiable_lstms
 from graph_fsdp.compat.tensors import *

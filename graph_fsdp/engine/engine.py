@@ -38,7 +38,13 @@ from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import PythonReads
 from graph_fsdp.engine.ranks import OtherPlan, Schedules
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
-from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards, warn_of_writes
+from graph_fsdp.engine.substitution import (
+    TracedGraph,
+    find_parameters,
+    refuse_backward,
+    substitute_shards,
+    warn_of_writes,
+)
 from graph_fsdp.engine.updates import Updates
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
@@ -238,6 +244,7 @@ class Engine:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see ``_function_compiled``."""
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
+        refuse_backward(module, parameters)
         warn_of_writes(module, parameters)
         names = tuple(p.spec.name for p in parameters.values())
         self._traced.append(traced := TracedGraph(module, parameters, self.storage))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp import compat
-from graph_fsdp.errors import ParameterChangedError
+from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.passes import PassContext
 
@@ -36,6 +36,18 @@ def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, Sharde
         if parameter is not None:
             found[index] = parameter
     return found
+
+
+def refuse_backward(module: fx.GraphModule, parameters: Mapping[int, ShardedParameter]) -> None:
+    """Raise UnsupportedError if a graph that Dynamo has just traced has a backward in it that ends in parameters: the
+    gradients would be those of placeholders."""
+    inputs, given = module.graph.find_nodes(op="placeholder"), compat.inputs_given_gradients()
+    names = [p.spec.name for index, p in parameters.items() if inputs[index].name in given]
+    if names:
+        raise UnsupportedError(
+            f"the forward gives {names[0]!r} a gradient (backward(), or .grad = …), which a graph cannot give to shards; "
+            "call backward on what the model returns, or pass fullgraph=False, which leaves it to Python"
+        )
 
 
 def warn_of_writes(module: fx.GraphModule, parameters: Mapping[int, ShardedParameter]) -> None:
