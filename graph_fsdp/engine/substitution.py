@@ -45,7 +45,7 @@ def refuse_backward(module: fx.GraphModule, parameters: Mapping[int, ShardedPara
     names = [p.spec.name for index, p in parameters.items() if inputs[index].name in given]
     if names:
         raise UnsupportedError(
-            f"the forward gives {names[0]!r} a gradient (backward(), or .grad = …), which a graph cannot give to shards; "
+            f"the forward gives {names[0]!r} a gradient (backward(), .grad = …), which graphs cannot give to shards; "
             "call backward on what the model returns, or pass fullgraph=False, which leaves it to Python"
         )
 
