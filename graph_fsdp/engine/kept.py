@@ -134,7 +134,9 @@ class KeptTrace(AotTrace):
 
     def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.captured.remake = Remake.of(self, module)
-        with called({0: _stand_in(self.program)}):
+        returned = operands(module.graph.output_node())
+        stack_traces = [node.meta.get("stack_trace") for node in returned]
+        with called({0: _stand_in(self.program)}), compat.without_joint_trace(call, stack_traces):
             return super().run(_contracted(module), inputs)
 
     def partition(
