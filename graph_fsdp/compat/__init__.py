@@ -44,6 +44,7 @@ from graph_fsdp.compat.equal_layers import EqualLayers as EqualLayers
 from graph_fsdp.compat.inductor import *
 from graph_fsdp.compat.joint_traces import without_joint_trace as without_joint_trace
 from graph_fsdp.compat.quick_graphs import arguments_of as arguments_of
+from graph_fsdp.compat.quick_graphs import arguments_unsearched as arguments_unsearched
 from graph_fsdp.compat.quick_graphs import inputs_of as inputs_of
 from graph_fsdp.compat.quick_graphs import quick_copies as quick_copies
 from graph_fsdp.compat.tensors import *
