@@ -142,3 +142,30 @@ assert isinstance(template, jinja2.Template) and template.render(answer=42) == "
 def test_templates_are_compiled_when_they_are_used() -> None:
     pytest.importorskip("jinja2")
     subprocess.run([sys.executable, "-c", TEMPLATES], check=True)
+
+
+DECOMPOSITIONS = """
+import sys
+import torch
+from torch._export import utils
+calls = []
+materialize = utils._materialize_cpp_cia_ops
+utils._materialize_cpp_cia_ops = lambda: calls.append(0) or materialize()
+if sys.argv[1] == "ours":
+    from graph_fsdp import compat
+    compat.inductor_decompositions()
+else:
+    import torch._inductor.lowering
+from torch._inductor.decomposition import decompositions
+print(len(calls), *sorted(map(str, decompositions)))
+"""
+
+
+def test_decompositions_are_those_that_torch_imports() -> None:
+    command = [sys.executable, "-c", DECOMPOSITIONS]
+    found = {
+        who: subprocess.run([*command, who], check=True, capture_output=True, text=True).stdout.split()
+        for who in ("ours", "torch")
+    }
+    assert int(found["ours"].pop(0)) < int(found["torch"].pop(0))
+    assert found["ours"] == found["torch"] and len(found["torch"]) > 500

@@ -16,9 +16,9 @@ from graph_fsdp.compat.dynamo import current_fake_mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    from graph_fsdp.compat.inductor_templates import templates_made_when_asked
+    from graph_fsdp.compat.inductor_imports import quick_import
 
-    with templates_made_when_asked():
+    with quick_import():
         import torch._inductor.lowering  # noqa: F401  # max_pool2d's decomposition takes it to be imported
     from torch._inductor.decomposition import select_decomp_table
 
