@@ -22,14 +22,19 @@ from models import MLP, WIDTH
 from programs import DEPTH, ROWS, Custom, Started, WithBuffer, start
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd import graph_capture
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
-from graph_fsdp import UnsupportedError
+from graph_fsdp import UnsupportedError, compat
+from graph_fsdp.compat.joint_traces import FOLLOWING
 from graph_fsdp.passes import Plan, default_pipeline
+from graph_fsdp.passes.ir.portable import Names
 from graph_fsdp.programs.folder import Folder
 from graph_fsdp.report.report import GraphReport, engine_of
+from graph_fsdp.runtime.regions import regions
+from graph_fsdp.runtime.regions.kept_keys import cut_with_keys, keys_to_data
 
 
 def texts(report: GraphReport) -> dict[str, Any]:
@@ -80,6 +85,42 @@ def test_a_second_start_finds_the_program_and_runs_the_same(folder: Path, option
     assert torch.equal(first.outputs, second.outputs)
     assert all(map(torch.equal, first.gradients, second.gradients))
     assert texts(first.report) == texts(second.report)
+
+
+def test_a_second_start_traces_no_joint_graph(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = start(folder)
+    extract: Any = getattr(graph_capture, FOLLOWING[-1], None)
+    if extract is None:
+        pytest.skip("torch is told no joint graph")
+    known: list[Any] = []
+
+    def seen(joint: Any, metadata: Any) -> None:
+        extract(joint, metadata)
+        known.extend(metadata.tangent_source_stack_traces)
+
+    monkeypatch.setattr(graph_capture, extract.__name__, seen)
+    monkeypatch.setattr(graph_capture, "make_fx", None)
+    second = start(folder)
+    assert second.found and all(map(torch.equal, first.gradients, second.gradients))
+    assert len(known) == 1 and "models.py" in known[0], "for an error of autograd's, which names the line"
+    with pytest.raises(compat.BackendCompilerFailed):
+        start(None)
+
+
+def test_keys_of_regions_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names({}, torch.device("cpu"))
+    report = start(folder).report
+    for graph in (report.forward.graph, report.backward.graph):
+        assert graph is not None
+        data = json.loads(json.dumps(keys_to_data(graph, names)))
+        found = [step for step in cut_with_keys(graph, data, names) if isinstance(step, regions.Region)]
+        assert [r.keys for r in found] == [{graph.phase: regions.region_key(r, graph.phase)} for r in found]
+        assert len(data["keys"]) < len(found)
+        data["of"].pop()
+        with pytest.raises(ValueError, match="zip"):
+            cut_with_keys(graph, data, names)
+    monkeypatch.setattr(regions, "region_key", None)
+    assert start(folder).found
 
 
 def test_checkpointed_and_mixed_precision_models_are_found(folder: Path) -> None:

@@ -37,13 +37,17 @@ HOLDS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 from graph_fsdp.compat.checkpoints import checkpointed_functions as checkpointed_functions
 from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
+from graph_fsdp.compat.dtensor_lists import begin_linear_lists as begin_linear_lists
+from graph_fsdp.compat.dtensor_lists import end_linear_lists as end_linear_lists
 from graph_fsdp.compat.dynamo import *
 from graph_fsdp.compat.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
 from graph_fsdp.compat.equal_layers import EqualLayers as EqualLayers
 from graph_fsdp.compat.forwards import differentiable_lstms as differentiable_lstms
 from graph_fsdp.compat.forwards import inputs_given_gradients as inputs_given_gradients
 from graph_fsdp.compat.inductor import *
+from graph_fsdp.compat.joint_traces import without_joint_trace as without_joint_trace
 from graph_fsdp.compat.quick_graphs import arguments_of as arguments_of
+from graph_fsdp.compat.quick_graphs import arguments_unsearched as arguments_unsearched
 from graph_fsdp.compat.quick_graphs import inputs_of as inputs_of
 from graph_fsdp.compat.quick_graphs import quick_copies as quick_copies
 from graph_fsdp.compat.tensors import *

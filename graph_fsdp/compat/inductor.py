@@ -16,7 +16,10 @@ from graph_fsdp.compat.dynamo import current_fake_mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    import torch._inductor.lowering  # noqa: F401  # max_pool2d's decomposition takes it to be imported
+    from graph_fsdp.compat.inductor_imports import quick_import
+
+    with quick_import():
+        import torch._inductor.lowering  # noqa: F401  # max_pool2d's decomposition takes it to be imported
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
@@ -73,16 +76,23 @@ def inductor_compile(
     from torch._inductor.utils import BoxedBool
 
     from graph_fsdp.compat.inductor_devices import shared_by_devices
+    from graph_fsdp.compat.inductor_keys import know_torch, unlogged_keys_unprinted
     from graph_fsdp.compat.inductor_scheduler import graph_order
 
+    if (directory := inductor_cache_directory()) is not None:
+        know_torch(directory)
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     outputs: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     is_backward, is_inference = phase == "backward", phase == "inference"
     mode = current_fake_mode()
-    order = graph_order() if keep_order else contextlib.nullcontext()
-    with tracing(TracingContext(mode)), order, _vectors_named(module), shared_by_devices(module):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        if keep_order:
+            stack.enter_context(graph_order())
+        for context in (_vectors_named(module), shared_by_devices(module), unlogged_keys_unprinted()):
+            stack.enter_context(context)
         compiled: Any = compile_fx_inner(
             module, inputs, is_backward=is_backward, is_inference=is_inference, cudagraphs=BoxedBool(False)
         )

@@ -38,11 +38,11 @@ def remembered_probes() -> contextlib.AbstractContextManager[Any]:
 
     def remembered(isa: Any, library: str) -> bool:
         note, now = Path(f"{library}.loads"), _circumstances(library)
-        if now is not None and _text(note) == now:
+        if now is not None and read_note(note) == now:
             return True
         loads = bool(probe(isa, library))
         if loads and now is not None:
-            _write(note, now)
+            write_note(note, now)
         return loads
 
     return patch.object(VecISA, "_probe_load", remembered)
@@ -71,7 +71,7 @@ class BuiltSource:
 
     def remember(self) -> None:
         if self._note is not None and not self.built:
-            _write(self._note, "")
+            write_note(self._note, "")
 
 
 def _circumstances(library: str) -> str | None:
@@ -105,14 +105,14 @@ def processor() -> str | None:
     return None
 
 
-def _text(path: Path) -> str | None:
+def read_note(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
 
 
-def _write(path: Path, text: str) -> None:
+def write_note(path: Path, text: str) -> None:
     """Write a file at once or not at all; what cannot be written is found out again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -343,8 +343,9 @@ class Engine:
         graph = program.graph
         graph.cost = context.cost
         keep_slots = isinstance(program, Program) and bool(program.graphs or program.memory)
-        profile = memory_profile(graph, context, keep_slots)
-        captured.add_program(graph, program, profile)
+        # Of the context what is read of it: a report may outlive the model.
+        read = PassContext(context.model, cost=context.cost, forward_outputs=context.forward_outputs)
+        captured.add_program(graph, program, functools.partial(memory_profile, graph, read, keep_slots))
         self.programs[captured.index, graph.phase] = program
         runnable = self._runnable(program, context)
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because

@@ -57,10 +57,11 @@ _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 @dataclass
 class Lookup:
     """Holds the key of a graph of Dynamo's, and the program that was found for it, or None. ``must``: this one has to
-    be kept."""
+    be kept. ``whole``: nothing is cut into regions."""
 
     folder: Folder
     must: bool
+    whole: bool
     key: dict[str, str]
     names: Names
     dynamo: fx.Graph
@@ -81,7 +82,7 @@ class Lookup:
             if self.outputs is None:
                 raise NotPortable(self.refused)
             program = KeptProgram.of(graphs, kind, self.outputs, context)
-            self.folder.write(self.key, lambda: program.to_data(self.names))
+            self.folder.write(self.key, lambda: program.to_data(self.names, self.whole))
         except NotPortable as reason:
             if self.must:
                 raise UnsupportedError(f"the program of this model cannot be kept: {reason}") from None
@@ -110,7 +111,7 @@ class KeptPrograms:
                 raise UnsupportedError(f"the program of this model cannot be kept: it depends on {reason}") from None
             log.info("no program of an earlier start is looked for, and none is kept: it depends on %s", reason)
             return None
-        found = Lookup(folder, engine.run_passes_only, key, names, module.graph)
+        found = Lookup(folder, engine.run_passes_only, engine.whole, key, names, module.graph)
         if not engine.run_passes_only and (data := folder.read(key)) is not None:
             try:
                 found.program = KeptProgram.from_data(data, names, compat.current_fake_mode())
@@ -134,7 +135,9 @@ class KeptTrace(AotTrace):
 
     def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.captured.remake = Remake.of(self, module)
-        with called({0: _stand_in(self.program)}):
+        returned = operands(module.graph.output_node())
+        stack_traces = [node.meta.get("stack_trace") for node in returned]
+        with called({0: _stand_in(self.program)}), compat.without_joint_trace(call, stack_traces):
             return super().run(_contracted(module), inputs)
 
     def partition(
@@ -149,6 +152,9 @@ class KeptTrace(AotTrace):
     def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         self._put_in()
         return self._first_program(inference, "inference")
+
+    def _prepare_regions(self, graphs: list[Graph]) -> None:
+        self.engine.regions.prepare(graphs, self.program.cuts)
 
     def _module(self, given: fx.GraphModule, phase: Phase) -> fx.GraphModule:
         return self.context.graphs[phase].module

@@ -1,7 +1,8 @@
 """Calls that a compiled model refuses raise one error each, before anything is changed.
 
 Other libraries' functions are not patched: each asks the module something first, and is answered here. torch's own hook
-looks at optimizers' steps, at one parameter of each group.
+looks at optimizers' steps, at one parameter of each group; meanwhile lists of DTensors are looked at once
+(``compat/dtensor_lists.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, CheckpointError, MetaDeviceError, UnsupportedError
@@ -125,6 +126,7 @@ def saving_whole(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
 def watch_steps() -> None:
     """Look at the steps of all optimizers of this process from now on."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -136,6 +138,12 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if optimizer not in _told:
         _told.add(optimizer)
         _warn_of_placeholders(optimizer)
+    compat.begin_linear_lists()
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        compat.end_linear_lists()  # where a step has raised, after the next one
 
 
 def _check_state(p: Tensor, state: Any) -> None:

@@ -148,7 +148,7 @@ def trace(
             graphs = {graph.phase: graph for graph in end.graphs}
             report = inspect(model)
             for phase, graph in graphs.items():
-                report.graphs[-1].views[phase].memory = memory_profile(graph, end.context)
+                report.graphs[-1].views[phase].predict_memory = functools.partial(memory_profile, graph, end.context)
             last = _finalization(model) if finalization else None
             regions = None if engine.whole else engine.regions
             return Traced(graphs, end.context, report, last, bool(engine.unsharded.units), regions)

@@ -32,7 +32,7 @@ from graph_fsdp.programs.plain import Unknown, is_own, plain
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 _GROUPS = ("group", "replicate_group", "reshard_group", "own_reduce_group")
 _NUMBERED = re.compile(r"graph_fsdp_forward_\d+")  # a function of this process (engine/dynamo.py)
 _OF_PYTHON = ("_operator.", "operator.", "math.", "builtins.")

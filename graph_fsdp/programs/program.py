@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import mutated_inputs
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.portable import Names, NotPortable, from_data, to_data
+from graph_fsdp.runtime.regions.kept_keys import cut_with_keys, keys_to_data
+from graph_fsdp.runtime.regions.regions import Step
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class KeptProgram:
 
     ``kind``: of the graphs, by which ranks have a plan in common; ``plan``: that they keep to. ``absent``: of the
     backward's ``AbsentGradients`` the tangents and parameters. ``stages``: per phase, the name, summary and number of
-    nodes of each.
+    nodes of each. ``cuts``: of graphs that run in regions, which have their keys.
     """
 
     graphs: list[Graph]
@@ -73,6 +75,7 @@ class KeptProgram:
     outputs: Outputs
     absent: tuple[dict[int, int], dict[int, str]] | None
     stages: dict[Phase, list[tuple[str, str | None, int]]]
+    cuts: dict[fx.Graph, list[Step]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graphs: list[Graph], kind: str, outputs: Outputs, context: PassContext) -> KeptProgram:
@@ -86,8 +89,8 @@ class KeptProgram:
         plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
         return cls(graphs, kind, plan, outputs, found, stages)
 
-    def to_data(self, names: Names) -> dict[str, Any]:
-        """Return what ``json.dumps`` takes. Raises NotPortable."""
+    def to_data(self, names: Names, whole: bool) -> dict[str, Any]:
+        """Return what ``json.dumps`` takes; with ``whole``, nothing is cut into regions. Raises NotPortable."""
         return {
             "kind": self.kind,
             "plan": self.plan.to_json(),
@@ -95,6 +98,7 @@ class KeptProgram:
             "absent": None if self.absent is None else [list(map(list, part.items())) for part in self.absent],
             "stages": {phase: list(map(list, found)) for phase, found in self.stages.items()},
             "graphs": [to_data(graph, names) for graph in self.graphs],
+            "regions": None if whole else [keys_to_data(graph, names) for graph in self.graphs],
         }
 
     @classmethod
@@ -105,6 +109,8 @@ class KeptProgram:
         stages = {
             phase: [(name, said, nodes) for name, said, nodes in found] for phase, found in data["stages"].items()
         }
+        keys = zip(graphs, data["regions"], strict=True) if data["regions"] is not None else []
+        cuts = {graph.fx_graph: cut_with_keys(graph, found, names) for graph, found in keys}
         return cls(
             graphs,
             data["kind"],
@@ -112,6 +118,7 @@ class KeptProgram:
             Outputs(tuple(data["differentiable"])),
             None if absent is None else (dict(absent[0]), dict(absent[1])),
             stages,
+            cuts,
         )
 
     def has(self, plan: Plan) -> bool:

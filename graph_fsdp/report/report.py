@@ -48,10 +48,18 @@ class GraphView(report_text.Printed):
         self.graph: Graph | None = None  # after all passes
         self.program: str | None = None
         self.whole = False  # compiled in one piece: buffers are the compiler's, and nothing predicts their bytes
-        self.memory: MemoryProfile | None = None
+        self.predict_memory: Callable[[], MemoryProfile] | None = None
+        self._memory: MemoryProfile | None = None
         self.cuda_graphs: ProgramGraphs | None = None  # which regions are, and what became of the runs
         self.hlo_of: Callable[[], Any] | None = None  # where XLA runs it
         self.xla_compilations: Sequence[Any] = ()  # of it by XLA, each with its cause and seconds
+
+    @property
+    def memory(self) -> MemoryProfile | None:
+        """Predict the bytes that are live at each node, when somebody asks; None for what is compiled in one piece."""
+        if self._memory is None and self.predict_memory is not None:
+            self._memory = self.predict_memory()
+        return self._memory
 
     @property
     def nodes(self) -> int:
@@ -167,14 +175,16 @@ class CapturedGraph:
     def __post_init__(self) -> None:
         self.views = {phase: GraphView(phase, self.stages[phase]) for phase in PHASES}
 
-    def add_program(self, graph: Graph, program: Program | WholeProgram, memory: MemoryProfile) -> None:
+    def add_program(
+        self, graph: Graph, program: Program | WholeProgram, predict_memory: Callable[[], MemoryProfile]
+    ) -> None:
         view = self.views[graph.phase]
         view.graph, view.program, view.hlo_of = graph, program.source, getattr(program, "hlo", None)
         view.xla_compilations = getattr(program, "compilations", ())  # a list that grows
         if isinstance(program, WholeProgram):
             view.whole = True
         else:
-            view.memory, view.cuda_graphs = memory, program.graphs
+            view.predict_memory, view.cuda_graphs = predict_memory, program.graphs
 
     @property
     def ran(self) -> list[GraphView]:

@@ -113,6 +113,8 @@ class _Writer:
         self._names = names
         self._places: dict[fx.Node, int] = {}
         self._texts: dict[str, int] = {}
+        self._metas: dict[str, int] = {}
+        self._said: list[list[Any]] = []  # of nodes, each once, by the number that ``_metas`` gives it
         self._values: dict[Any, int] = {}
         self._written: list[Any] = []  # values, by the number that ``_values`` gives them
         self._memory: dict[int, int] = {}
@@ -128,6 +130,7 @@ class _Writer:
             "found": found,
             "nodes": nodes,
             "texts": list(self._texts),
+            "metas": self._said,
             "values": self._written,
             "memory": self._sizes,
         }
@@ -139,7 +142,7 @@ class _Writer:
         if node.op not in ("call_function", "placeholder", "output"):
             raise NotPortable(f"{node} is a {node.op}")
         args, kwargs = self._arguments(node)
-        meta = [[key, self._meta(key, value)] for key, value in node.meta.items() if key not in _LEFT_OUT]
+        meta = [self._said_once(key, value) for key, value in node.meta.items() if key not in _LEFT_OUT]
         self._places[node] = len(self._places)
         return [node.name, node.op, self._text(target), args, kwargs, meta]
 
@@ -179,9 +182,17 @@ class _Writer:
             return ["op", operator_name(value)]
         raise NotPortable(f"an argument is a {kind.__name__}")
 
-    def _meta(self, key: str, value: Any) -> Any:
+    def _said_once(self, key: str, value: Any) -> int | list[Any]:
+        """Write an entry of a node's metadata: its value, or the number of what other nodes have too."""
         if key == "val":
-            return self._value(value)
+            return [self._value(value)]
+        said = [key, self._meta(key, value)]
+        number = self._metas.setdefault(repr(said), len(self._said))
+        if number == len(self._said):
+            self._said.append(said)
+        return number
+
+    def _meta(self, key: str, value: Any) -> Any:
         if isinstance(value, NodeRecord):
             return ["record", [value.role.value, *(self.argument(getattr(value, name)) for name in _RECORD[1:])]]
         if key in _STACKS and value is not None:
@@ -237,7 +248,7 @@ def from_data(data: Mapping[str, Any], names: Names, mode: Any) -> Graph:
     Raises:
         ValueError, TypeError, KeyError, IndexError, AttributeError: the data are not what it has written.
     """
-    with compat.without_dispatch_modes():
+    with compat.without_dispatch_modes(), compat.arguments_unsearched():
         return _Reader(data, names, mode).graph()
 
 
@@ -249,7 +260,8 @@ class _Reader:
         self._nodes: list[fx.Node] = []
         self._targets: dict[int, Any] = {}
         self._memory: dict[int, torch.Tensor] = {}
-        self._stacks: dict[str, dict[str, tuple[str, str]]] = {}
+        self._said: dict[int, tuple[str, Any]] = {}  # what nodes say of themselves, which nobody changes
+        self._devices: dict[str, torch.device] = {}
         self._kinds: dict[str, Callable[[list[Any]], Any]] = {
             "n": lambda given: self._nodes[given[0]],
             "l": lambda given: [self._argument(item) for item in given],
@@ -277,20 +289,25 @@ class _Reader:
             called = self._target(target) if op == "call_function" else self._texts[target]
             given = tuple([self._argument(value) for value in args])
             named = {key: self._argument(value) for key, value in kwargs.items()} if kwargs else {}
-            node = graph.create_node(op, called, name=name)  # which looks through arguments, for symbols
-            node.args = given
-            if named:
-                node.kwargs = named
+            node = graph.create_node(op, called, given, named, name)
             if node.name != name:
                 raise ValueError(f"{name!r} is no name of a node")
-            for key, value in meta:
-                node.meta[key] = self._value(value) if key == "val" else self._meta(value)
+            found = node.meta
+            for said in meta:
+                if type(said) is list:
+                    found["val"] = self._value(said[0])
+                    continue
+                if said not in self._said:
+                    key, value = self._data["metas"][said]
+                    self._said[said] = key, self._meta(value)
+                key, value = self._said[said]
+                found[key] = value
             self._nodes.append(node)
-        found = Graph(compat.module_of(graph), self._data["phase"])
-        found.facts = frozenset(self._data["facts"])
+        made = Graph(compat.module_of(graph), self._data["phase"])
+        made.facts = frozenset(self._data["facts"])
         for name in _FOUND:
-            setattr(found, name, self._argument(self._data["found"][name]))
-        return found
+            setattr(made, name, self._argument(self._data["found"][name]))
+        return made
 
     def _target(self, number: int) -> Any:
         if number not in self._targets:
@@ -308,11 +325,8 @@ class _Reader:
         return NodeRecord(Role(role), *map(self._argument, others))
 
     def _stack(self, given: list[Any]) -> dict[str, tuple[str, str]]:
-        key = repr(given)
-        if key not in self._stacks:
-            texts = self._texts
-            self._stacks[key] = {texts[number]: (texts[path], texts[kind]) for number, path, kind in given}
-        return dict(self._stacks[key])
+        texts = self._texts
+        return {texts[number]: (texts[path], texts[kind]) for number, path, kind in given}
 
     def _value(self, value: Any) -> Any:
         if type(value) is not list:
@@ -324,6 +338,8 @@ class _Reader:
         if memory not in self._memory:
             nbytes = self._data["memory"][memory]
             self._memory[memory] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        where = self._names.device_of(device)
+        if device not in self._devices:
+            self._devices[device] = self._names.device_of(device)
+        where = self._devices[device]
         made = self._fake.in_memory(self._memory[memory], shape, stride, offset, _LITERALS[dtype], where)
         return made.requires_grad_() if requires_grad else made

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -328,13 +328,14 @@ class RegionCache:
         self._alive: list[Region] = []  # keys know operators and constants by their ids
         self._cuts: dict[fx.Graph, list[Step]] = {}  # of graphs whose programs come next
 
-    def prepare(self, graphs: Iterable[Graph]) -> None:
-        """Compile what the programs of these graphs will ask for, at once, so that a backend can divide the work."""
+    def prepare(self, graphs: Iterable[Graph], cuts: Mapping[fx.Graph, list[Step]] | None = None) -> None:
+        """Compile what the programs of these graphs will ask for, at once, so that a backend can divide the work.
+        ``cuts``: of graphs that are cut already."""
         found: dict[RegionKey, Region] = {}
         counts: Counter[RegionKey] = Counter()
         self._cuts.clear()
         for graph in graphs:
-            steps = self._cuts[graph.fx_graph] = cut(graph)
+            steps = self._cuts[graph.fx_graph] = (cuts or {}).get(graph.fx_graph) or cut(graph)
             for region in steps:
                 if isinstance(region, Region):
                     key = region.key(graph.phase)
