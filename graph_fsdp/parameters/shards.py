@@ -25,8 +25,8 @@ import functools
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.host_memory import pieces_of
 from graph_fsdp.parameters.placeholder import set_guarded
 from graph_fsdp.parameters.placements import as_model_uses_it, give_memory, shard_spec
@@ -260,41 +261,6 @@ def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
     return replacement
 
 
-def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
-    """Return the padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
-    trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
-    shards: Sequence[Tensor] = [p.shard for p in trained]
-    if trained and isinstance(trained[0].shard, DTensor):
-        hooks = compat.hooks_of_others()
-        for p in trained:
-            if not compat.has_accumulator(p.shard):
-                p.hooks = hooks  # what is not there yet has none
-        shards = Linked.apply([p.input for p in trained], functools.partial(_accumulate, trained), *shards)
-    if len(trained) == len(parameters):
-        return list(shards)
-    linked = iter(shards)
-    return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
-
-
-# Gradients of what comes out of a node of autograd, and (node, output) that each input came from → those of the inputs.
-Gradients: TypeAlias = Callable[[Sequence[Tensor | None], Sequence[tuple[Any, int]]], Iterable[Tensor | None]]
-
-
-class Linked(torch.autograd.Function):
-    """Makes one node of autograd for many tensors: ``values`` come out of it, whose gradients ``backward`` turns into
-    those of ``sources``. None stands for a gradient that is not there."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Sequence[Tensor], backward: Gradients, *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = backward
-        ctx.set_materialize_grads(False)
-        return tuple(value.detach() for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.call(grads, ctx.next_functions))
-
-
 def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> Any:
     """Return ``state_dict`` with a DTensor of this rank's rows for each whole tensor of a parameter that is sharded."""
     if not isinstance(storage, Storage) or not isinstance(state_dict, Mapping):
@@ -309,53 +275,6 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> 
         if p is not None and isinstance(registered, DTensor) and whole and value.shape == registered.shape:
             rows[name] = storage.shard_of(p, value)
     return rows
-
-
-def _accumulate(
-    parameters: list[ShardedParameter], grads: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]
-) -> list[Tensor | None]:
-    """Add gradients of padded local shards to the ``grad`` of their parameters. Return those that autograd is to add,
-    which takes it several times as long: they have hooks, or ``torch.autograd.grad`` wants them."""
-    left: list[Tensor | None] = [None] * len(grads)
-    sums: list[Tensor] = []
-    added: list[Tensor] = []
-    hooks, adds = compat.hooks_of_others(), not torch.is_grad_enabled()  # unlike with ``create_graph``
-    for index, (p, grad, (node, _)) in enumerate(zip(parameters, grads, edges, strict=True)):
-        if grad is None:
-            continue
-        shard, local = p.shard, grad if p.is_whole and grad.is_contiguous() else _local_gradient(p, grad)
-        direct = adds and not compat.has_hooks(shard) and compat.is_run(node)
-        # Its node of autograd is asked for hooks where there are new ones on anything.
-        if direct and (p.hooks == hooks or not compat.is_hooked(node)):
-            p.hooks = hooks
-            found = shard.grad
-            if found is None:
-                shard.grad = _as_shard(local, shard)
-                continue
-            if compat.is_placed_like(found, shard):
-                sums.append(compat.local_part(found))
-                added.append(local)
-                continue
-        left[index] = _as_shard(local, shard)
-    if sums:
-        compat.foreach_add(sums, added)
-    return left
-
-
-def _local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
-    """Return the gradient of a padded local shard as that of the shard itself, contiguous."""
-    rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
-    local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
-    return p.spec.as_used(local).contiguous()
-
-
-def as_gradient(p: ShardedParameter, grad: Tensor) -> DTensor:
-    """Return the gradient of a padded local shard as that of the parameter."""
-    return _as_shard(_local_gradient(p, grad), p.shard)
-
-
-def _as_shard(local: Tensor, shard: nn.Parameter) -> DTensor:
-    return compat.make_dtensor(compat.with_storage_of_its_own(local), shard)
 
 
 def _layout(spec: ModelSpec) -> dict[torch.dtype, dict[str, int]]:
