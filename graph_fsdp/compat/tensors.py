@@ -14,6 +14,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental import symbolic_shapes
@@ -98,6 +99,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``local_part`` of each."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
 def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
     """Make a DTensor parameter what another DTensor is (memory, dtype, placements); references to it stay valid."""
     assert isinstance(parameter, DTensor) and isinstance(other, DTensor)
@@ -116,11 +122,18 @@ def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
     parameter._local_tensor = local
 
 
-def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
+def make_dtensor(local: torch.Tensor, like: torch.Tensor, begins: torch.Tensor | None = None) -> DTensor:
     """Return a DTensor of ``local``, placed and shaped as ``like``, without the checks of ``DTensor.from_local``, which
-    cost more than the gradient of a small parameter, and without the constructor, which does nothing."""
+    cost more than the gradient of a small parameter, and without the constructor, which does nothing.
+
+    torch gives a DTensor the offset of its local tensor, and can neither pickle nor copy one with an offset. ``begins``
+    is a tensor of the same shape and dtype that begins where its storage does, from which the DTensor is made instead.
+    """
     any_like: Any = like
-    return DTensor.__new__(DTensor, local, any_like._spec, requires_grad=False)
+    made = DTensor.__new__(DTensor, local if begins is None else begins, any_like._spec, requires_grad=False)
+    if begins is not None:
+        made._local_tensor = local
+    return made
 
 
 def is_placed_like(value: torch.Tensor, like: torch.Tensor) -> bool:
@@ -168,6 +181,13 @@ def is_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+# A leaf that is among the sources of each node of autograd whose other sources are shards. It never gets a gradient,
+# and nobody can ask for one: a backward that runs its ``AccumulateGrad`` runs those of all leaves.
+with torch.inference_mode(False):
+    LEAF_OF_ALL = torch.zeros((), device="cpu", requires_grad=True)
+NODE_OF_ALL = get_gradient_edge(LEAF_OF_ALL).node
 
 
 class _Own:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
@@ -21,17 +21,21 @@ def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
     if trained and isinstance(trained[0].shard, DTensor):
         hooks = compat.hooks_of_others()
         for p in trained:
-            if not compat.has_accumulator(p.shard):
-                p.hooks = hooks  # what is not there yet has none
-        shards = Linked.apply([p.input for p in trained], functools.partial(_accumulate, trained), *shards)
+            # An accumulator that is not there yet has no hooks.
+            if p.hooks != hooks and not compat.has_accumulator(p.shard) and not compat.has_hooks(p.shard):
+                p.hooks = hooks
+        inputs, add = [p.input for p in trained], functools.partial(_accumulate, trained)
+        shards = Linked.apply(inputs, add, *shards, compat.LEAF_OF_ALL)
     if len(trained) == len(parameters):
         return list(shards)
     linked = iter(shards)
     return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
 
 
-# Gradients of what comes out of a node of autograd, and (node, output) that each input came from → those of the inputs.
-Gradients: TypeAlias = Callable[[Sequence[Tensor | None], Sequence[tuple[Any, int]]], Iterable[Tensor | None]]
+# Gradients of what comes out of a node of autograd, and what returns (node, output) that each input came from → those
+# of the inputs.
+Edges: TypeAlias = Callable[[], Sequence[tuple[Any, int]]]
+Gradients: TypeAlias = Callable[[Sequence[Tensor | None], Edges], Iterable[Tensor | None]]
 
 
 class Linked(torch.autograd.Function):
@@ -42,42 +46,54 @@ class Linked(torch.autograd.Function):
     def forward(ctx: Any, values: Sequence[Tensor], backward: Gradients, *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.call = backward
         ctx.set_materialize_grads(False)
-        return tuple(value.detach() for value in values)
+        return tuple(map(Tensor.detach, values))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.call(grads, ctx.next_functions))
+        return (None, None, *ctx.call(grads, lambda: ctx.next_functions))
 
 
 def _accumulate(
-    parameters: list[ShardedParameter], grads: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]
+    parameters: list[ShardedParameter], grads: Sequence[Tensor | None], edges: Edges
 ) -> list[Tensor | None]:
     """Add gradients of padded local shards to the ``grad`` of their parameters. Return those that autograd is to add,
     which takes it several times as long: they have hooks, or ``torch.autograd.grad`` wants them."""
-    left: list[Tensor | None] = [None] * len(grads)
+    left: list[Tensor | None] = [None] * (len(grads) + 1)  # of ``LEAF_OF_ALL``, too
     sums: list[Tensor] = []
     added: list[Tensor] = []
     hooks, adds = compat.hooks_of_others(), not torch.is_grad_enabled()  # unlike with ``create_graph``
-    for index, (p, grad, (node, _)) in enumerate(zip(parameters, grads, edges, strict=True)):
+    runs_all = adds and compat.is_run(compat.NODE_OF_ALL)
+    nodes: Sequence[tuple[Any, int]] = ()
+    for index, (p, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None:
             continue
         shard, local = p.shard, grad if p.is_whole and grad.is_contiguous() else _local_gradient(p, grad)
-        direct = adds and not compat.has_hooks(shard) and compat.is_run(node)
-        # Its node of autograd is asked for hooks where there are new ones on anything.
-        if direct and (p.hooks == hooks or not compat.is_hooked(node)):
-            p.hooks = hooks
+        direct = runs_all and p.hooks == hooks
+        if adds and not direct:
+            nodes = nodes or edges()
+            direct = _is_added(p, nodes[index][0], hooks)
+        if direct:
             found = shard.grad
             if found is None:
-                shard.grad = _as_shard(local, shard)
+                shard.grad = _as_shard(p, local)
                 continue
             if compat.is_placed_like(found, shard):
                 sums.append(compat.local_part(found))
                 added.append(local)
                 continue
-        left[index] = _as_shard(local, shard)
+        left[index] = _as_shard(p, local)
     if sums:
         compat.foreach_add(sums, added)
     return left
+
+
+def _is_added(p: ShardedParameter, node: Any, hooks: int) -> bool:
+    """Say whether nothing but an addition is to happen to a gradient. ``node``: the shard's ``AccumulateGrad``, which
+    is asked for hooks where there are new ones on anything."""
+    if compat.has_hooks(p.shard) or not compat.is_run(node) or (p.hooks != hooks and compat.is_hooked(node)):
+        return False
+    p.hooks = hooks
+    return True
 
 
 def _local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
@@ -89,8 +105,10 @@ def _local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
 
 def as_gradient(p: ShardedParameter, grad: Tensor) -> DTensor:
     """Return the gradient of a padded local shard as that of the parameter."""
-    return _as_shard(_local_gradient(p, grad), p.shard)
+    return _as_shard(p, _local_gradient(p, grad))
 
 
-def _as_shard(local: Tensor, shard: nn.Parameter) -> DTensor:
-    return compat.make_dtensor(compat.with_storage_of_its_own(local), shard)
+def _as_shard(p: ShardedParameter, local: Tensor) -> DTensor:
+    """Return a DTensor of a gradient, which lies in the buffer of its bucket."""
+    own = p.local if p.local.dtype is local.dtype else compat.with_storage_of_its_own(local)
+    return compat.make_dtensor(local, p.shard, own)

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +77,7 @@ class Storage(Shards):
             if isinstance(original, DTensor):
                 self.parameters[name].as_used = as_model_uses_it(original)
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
+        self._look: _Look | None = None  # at what ``refresh`` has left
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
 
     def _allocate(self) -> dict[str, Tensor]:
@@ -154,8 +156,11 @@ class Storage(Shards):
         for p in self._tied:
             check_tied(p)
         with compat.without_torch_function():
-            changed = [p for p in self.parameters.values() if not self._is_as_seen(p)]
-            assigned = [repr(p.spec.name) for p in changed if self._take_over(p)]
+            if self._look is not None and self._look.finds_no_change():
+                return
+            parameters, self._look = list(self.parameters.values()), None
+            assigned = [repr(p.spec.name) for p in parameters if self._take_over(p)]
+            self._look = _Look(parameters)
         if assigned:
             raise ParameterChangedError(
                 f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
@@ -163,17 +168,6 @@ class Storage(Shards):
                 "parameter.to_local().copy_ of this rank's rows), use load_state_dict, or write in a block of "
                 "graph_fsdp.unsharded(model)"
             )
-
-    def _is_as_seen(self, p: ShardedParameter) -> bool:
-        """Say whether ``_take_over`` would find nothing: all that is looked at for each parameter in each forward."""
-        (module, leaf), shard, (memory, storage) = p.owners[0], p.shard, p.seen
-        return (
-            module._parameters.get(leaf) is shard
-            and compat.local_part(shard) is memory
-            and shard.untyped_storage() is storage
-            and memory.data_ptr() == p.input.data_ptr()
-            and shard.requires_grad == p.placeholder.requires_grad
-        )
 
     def _take_over(self, p: ShardedParameter) -> bool:
         """Take over changes of one parameter; say whether ``data`` was assigned ([Note: data of a DTensor])."""
@@ -184,7 +178,7 @@ class Storage(Shards):
             if registered is not None and registered.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(registered.requires_grad)
         elif registered is not p.shard:
-            p.shard = checked_replacement(p, registered)
+            p.shard, p.hooks = checked_replacement(p, registered), -1
         (memory, storage), (known, known_storage) = _parts(p.shard), p.seen
         # What ``model.to(…)`` does exchanges the local tensor too.
         assigned = self.mesh is not None and memory is known and storage is not known_storage
@@ -219,6 +213,34 @@ class Storage(Shards):
         self.refresh()
         shards = connected_shards(list(self.parameters.values()))
         return dict(zip(self.parameters, shards, strict=True))
+
+
+class _Look:
+    """Holds all that is looked at in each forward, for each parameter, as it was. One call looks at all of them."""
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        self.modules = [p.owners[0][0] for p in parameters]
+        self.leaves = [p.owners[0][1] for p in parameters]
+        self.registered, self.shards = [p.registered for p in parameters], [p.shard for p in parameters]
+        self.memories = compat.local_parts(self.shards)
+        self.storages = list(map(Tensor.untyped_storage, self.shards))
+        self.addresses = list(map(Tensor.data_ptr, self.memories))
+        unsharded = [p.shard for p in parameters if p.whole is not None]
+        self.flagged = [*self.registered, *unsharded, *(p.placeholder for p in parameters)]
+        self.flags = list(map(_FLAG, self.flagged))
+
+    def finds_no_change(self) -> bool:
+        registered = map(dict.get, map(_PARAMETERS, self.modules), self.leaves)
+        return (
+            all(map(operator.is_, registered, self.registered))
+            and all(map(operator.is_, compat.local_parts(self.shards), self.memories))
+            and all(map(operator.is_, map(Tensor.untyped_storage, self.shards), self.storages))
+            and list(map(Tensor.data_ptr, self.memories)) == self.addresses
+            and list(map(_FLAG, self.flagged)) == self.flags
+        )
+
+
+_PARAMETERS, _FLAG = operator.attrgetter("_parameters"), operator.attrgetter("requires_grad")
 
 
 def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:
