@@ -123,12 +123,12 @@ class Gather:
             pairs = _cast_in_place(pairs, self.group)
         if self.is_float8:
             pairs = [(_sendable(target), _sendable(part)) for target, part in pairs]
-        launch = functools.partial(self._launch, pairs, comm)
+        buffers.append(source)
         under_way = compat.seen_as(
             "_allgather_base_",
             self.group,
             lambda: compat.all_gather_single(result, source, group=self.group, async_op=True),
-            lambda: UnderWay("gather", self.group, [*buffers, source], launch),
+            functools.partial(UnderWay, "gather", self.group, buffers, functools.partial(self._launch, pairs, comm)),
         )
 
         def finish() -> None:
@@ -251,7 +251,10 @@ class ReduceScatter:
     def start(self, grads: Sequence[Tensor]) -> Pending:
         comm = self.comms.reduce_scatter if self.comms is not None else None
         out = self._empty(self.length, grads[0], comm)
-        pairs = [(out[begin : begin + n], self._message(grads[which], n, comm)) for which, begin, n in self.messages]
+        pairs = [
+            (out[begin : begin + n] if n < self.length else out, self._message(grads[which], n, comm))
+            for which, begin, n in self.messages
+        ]
         return compat.seen_as(
             "_reduce_scatter_base_",
             self.group,
@@ -280,13 +283,16 @@ class ReduceScatter:
 
         return _reduction(UnderWay("reduce", self.group, [out, *(sent for _, sent in pairs)], start), out, self.after)
 
+    def _is_sent_as_it_is(self, grad: Tensor) -> bool:
+        """Say whether a gradient, alone in its message, is sent from where it lies. Between two ranks, one whose dtype
+        the reduction's holds exactly is not cast yet."""
+        uncast = self.is_pair and self.before is None and torch.promote_types(grad.dtype, self.dtype) is self.dtype
+        return dialect.is_sent_as_it_is(grad, grad.dtype if uncast else self.dtype, self.world)
+
     def _message(self, grads: Sequence[Tensor], numel: int, comm: Comm | None) -> Tensor:
-        """Return what a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between
-        two ranks, a single gradient whose dtype the reduction's holds exactly is not cast yet."""
+        """Return what a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat."""
         first = grads[0]
-        uncast = self.is_pair and self.before is None and torch.promote_types(first.dtype, self.dtype) is self.dtype
-        sent_as = first.dtype if uncast else self.dtype
-        if comm is None and len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, self.world):
+        if comm is None and len(grads) == 1 and self._is_sent_as_it_is(first):
             sent = first.view(-1)
             return sent if self.before is None else sent / self.before
         sent = self._empty(self.world * numel, first, comm)
@@ -322,7 +328,7 @@ def _exchange_reduce_scatter(
 
 def pack_gradients(grads: Sequence[Tensor], rows: Tensor) -> None:
     """Pack full gradients into ``rows``, one for each rank: its chunks, padded with zeros, in the dtype of ``rows``."""
-    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=len(rows), out=rows)
+    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=rows.shape[0], out=rows)
 
 
 def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean) -> Pending:
