@@ -169,6 +169,10 @@ class Storage(Shards):
                 "graph_fsdp.unsharded(model)"
             )
 
+    def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
+        super().set_whole(p, whole)
+        self._look = None  # which would hold the whole parameter
+
     def _take_over(self, p: ShardedParameter) -> bool:
         """Take over changes of one parameter; say whether ``data`` was assigned ([Note: data of a DTensor])."""
         module, leaf = p.owners[0]
