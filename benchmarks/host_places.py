@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, list[tuple[str, str]]] = {
     "one node of autograd for all shards": [("parameters/gradients.py", "connected_shards")],
     "a look at each parameter and module": [("parameters/shards.py", "refresh"), ("module/structure.py", "check")],
     "placeholders in, shards back": [("parameters/sharded.py", "placeholders_registered")],
-    "`zero_grad`": [("nn/modules/module.py", "zero_grad")],
+    "`zero_grad`": [("nn/modules/module.py", "zero_grad"), ("module/structure.py", "drop_gradients")],
 }
 # The same for all others, with any function of a file.
 FILES: dict[str, list[str]] = {
