@@ -123,12 +123,12 @@ class Gather:
             pairs = _cast_in_place(pairs, self.group)
         if self.is_float8:
             pairs = [(_sendable(target), _sendable(part)) for target, part in pairs]
-        buffers.append(source)
+        launch = functools.partial(self._launch, pairs, comm)
         under_way = compat.seen_as(
             "_allgather_base_",
             self.group,
             lambda: compat.all_gather_single(result, source, group=self.group, async_op=True),
-            functools.partial(UnderWay, "gather", self.group, buffers, functools.partial(self._launch, pairs, comm)),
+            lambda: UnderWay("gather", self.group, [*buffers, source], launch),
         )
 
         def finish() -> None:
