@@ -29,14 +29,14 @@ FUNCTIONS: dict[str, list[tuple[str, str]]] = {
     "starts of gathers, but for the call": [("runtime/frame.py", "start_gather")],
     "packing of gradients": [("comm/collectives.py", "pack_gradients")],
     "starts of reductions, but for these two": [("runtime/frame.py", "start_reduction")],
-    "unpacking": [("comm/collectives.py", "unpack")],
+    "unpacking": [("comm/unpacking.py", "__call__")],
     "waits, but for unpacking": [("runtime/frame.py", "wait")],
     "views of reduced gradients": [("regions/regions.py", "run")],
-    "gradients to `.grad`": [("parameters/shards.py", "_accumulate")],
-    "one node of autograd for all shards": [("parameters/shards.py", "connected_shards")],
+    "gradients to `.grad`": [("parameters/gradients.py", "_accumulate")],
+    "one node of autograd for all shards": [("parameters/gradients.py", "connected_shards")],
     "a look at each parameter and module": [("parameters/shards.py", "refresh"), ("module/structure.py", "check")],
     "placeholders in, shards back": [("parameters/sharded.py", "placeholders_registered")],
-    "`zero_grad`": [("nn/modules/module.py", "zero_grad")],
+    "`zero_grad`": [("nn/modules/module.py", "zero_grad"), ("module/structure.py", "drop_gradients")],
 }
 # The same for all others, with any function of a file.
 FILES: dict[str, list[str]] = {

@@ -61,7 +61,7 @@ class Program:
         self.watchers: Sequence[Watcher] = ()
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
-        self.ordinary = namespace["run"]
+        self.ordinary = with_room_for_calls(namespace["run"])
 
     def __call__(self, args: list[Any]) -> Any:
         if self.check is not None:
@@ -244,6 +244,20 @@ _CALLS: dict[Any, Callable[[ProgramText, fx.Node], str]] = {
     dialect.reload_activation: ProgramText.reload,
 }
 CALLED = _CALLS.keys()  # operators that the executor runs
+
+
+def with_room_for_calls(run: Any) -> Any:
+    """Return a function whose frame Python puts into a new piece of its stack, with room for what it calls.
+
+    Python (3.11 and later) has pieces of 16 KiB or more for frames. A call that does not fit into the rest of a piece
+    maps another one, and unmaps it when it returns. Where the frame of a program ends near the end of a piece, that
+    happened to each of its calls. A frame of more than 16 KiB gets a piece that is larger than itself.
+    """
+    run.__code__ = run.__code__.replace(co_stacksize=run.__code__.co_stacksize + _PIECE // 8)
+    return run
+
+
+_PIECE = 2**14  # bytes
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ class StartPlan:
     bucket: str
     kind: str
     begin: Callable[[Frame, Any], Pending]
+
+    @cached_property
+    def counted_as(self) -> str:
+        """Return as what the start is counted; "" for what the program does not plan."""
+        return "" if self.step is None else "all_gather" if self.kind == "gather" else self.kind
 
     def event(self, what: What) -> Event:
         """Return what observers see of the start, or of the wait for it."""
@@ -88,8 +93,8 @@ class Frame:
         return outputs
 
     def start(self, plan: StartPlan, given: Any) -> Pending:
-        if plan.step is not None:
-            self.counter.count("all_gather" if plan.kind == "gather" else plan.kind)
+        if counted := plan.counted_as:
+            self.counter.count(counted)
         if self.observers:
             pending = seen_by(self.observers, plan.event("start"), plan.begin, self, given)
         else:

@@ -37,7 +37,8 @@ class Held:
 
     def add(self, nbytes: int) -> None:
         self.current += nbytes
-        self.peak = max(self.peak, self.current)
+        if self.current > self.peak:
+            self.peak = self.current
 
 
 @dataclass
@@ -138,7 +139,7 @@ class Slots:
             self._storage[slot] = self.plan.allocate(self.plan.nbytes[slot], torch.uint8, device)
             self.counter.slots.add(self.plan.nbytes[slot])
         buffer = self._buffers.get(slot)
-        if buffer is None or buffer.dtype is not dtype or len(buffer) != numel:
+        if buffer is None or buffer.dtype is not dtype or buffer.numel() != numel:
             buffer = self._buffers[slot] = self._storage[slot][: numel * dtype.itemsize].view(dtype)
         self._slot_of[id(buffer)] = slot
         return buffer
@@ -177,8 +178,9 @@ class Slots:
             self._gathered += nbytes
 
     def free(self, buffer: Tensor) -> None:
-        self._gathered -= buffer.nbytes
-        self.counter.add(-buffer.nbytes)
+        nbytes = buffer.nbytes
+        self._gathered -= nbytes
+        self.counter.add(-nbytes)
         self.give(buffer)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from marks import fake_reductions
 from models import MLP
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -155,3 +156,37 @@ def test_a_gradient_of_the_users_own_is_added_to(model: nn.Module) -> None:
     p.grad = torch.ones_like(p)
     loss_of(model).backward()
     assert torch.equal(local(p.grad), expected[0] + 1)
+
+
+def test_zero_grad_drops_gradients_as_it_does_on_any_module(model: nn.Module) -> None:
+    loss_of(model).backward()
+    added = nn.Linear(2, 2)
+    unit = next(module for module in model.modules() if module is not model and isinstance(module, FSDPModule))
+    assert isinstance(unit, nn.Module)
+    unit.zero_grad()
+    own = {id(p) for p in unit.parameters()}
+    assert own and all((p.grad is None) == (id(p) in own) for p in model.parameters())
+    model.added = added.requires_grad_(False)
+    added.weight.grad = torch.ones(2, 2)
+    model.zero_grad(set_to_none=False)
+    assert torch.equal(added.weight.grad, torch.zeros(2, 2)), "after the last look at modules"
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    loss_of(model).backward()
+    added.weight.grad = torch.ones(2, 2)
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_zero_grad_of_the_users_own_is_called() -> None:
+    class Own(MLP):
+        called = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.called += 1
+            super().zero_grad(set_to_none)
+
+    model = graph_fsdp.compile(Own(), backend="eager")
+    loss_of(model).backward()
+    model.zero_grad()
+    assert model.called == 1 and all(p.grad is None for p in model.parameters())

@@ -14,6 +14,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental import symbolic_shapes
@@ -107,6 +108,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``local_part`` of each."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
 def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
     """Make a DTensor parameter what another DTensor is (memory, dtype, placements); references to it stay valid."""
     assert isinstance(parameter, DTensor) and isinstance(other, DTensor)
@@ -177,6 +183,13 @@ def is_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+# A leaf that is among the sources of each node of autograd whose other sources are shards. It never gets a gradient,
+# and nobody can ask for one: a backward that runs its ``AccumulateGrad`` runs those of all leaves.
+with torch.inference_mode(False):
+    LEAF_OF_ALL = torch.zeros((), device="cpu", requires_grad=True)
+NODE_OF_ALL = get_gradient_edge(LEAF_OF_ALL).node
 
 
 class _Own:

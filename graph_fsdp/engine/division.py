@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Cause
-from graph_fsdp.parameters.shards import connected_shards
+from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.pipeline import add_stage, collector_paused

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Cause
+from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.sharded import ShardedParameter
-from graph_fsdp.parameters.shards import connected_shards
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.context import PassError, VerificationError
 from graph_fsdp.passes.ir import dialect

@@ -29,9 +29,9 @@ from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.recompilation import CaptureKey, Cause
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
+from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.placeholder import calling_line
 from graph_fsdp.parameters.sharded import ShardedParameter
-from graph_fsdp.parameters.shards import connected_shards
 from graph_fsdp.passes.ir.settings import Settings
 
 if TYPE_CHECKING:

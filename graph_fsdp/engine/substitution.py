@@ -10,7 +10,7 @@ combination has programs of its own, made of one trace. See docs/decisions/traci
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -105,12 +105,32 @@ class TracedGraph:
         modes = (getattr(value, "fake_mode", None) for value in self._values)  # torch 2.9 gives the backend another one
         self._mode = next(filter(None, modes), None) or compat.current_fake_mode()
         self.programs: dict[tuple[str, ...], Runnable] = {}
+        # Ids of placeholders → these, which live as long as their ids are known, and their names.
+        self._known: dict[tuple[int, ...], tuple[list[Any], tuple[str, ...]]] = {}
 
     def run(self, args: Sequence[Any], shards: Mapping[str, Tensor], compile_graph: Compile) -> Any:
         """Run the program for the parameters among ``args``, with their ``shards``. Where there is none yet,
         ``compile_graph`` makes it of a copy of the graph, fake inputs and the parameters. Raises ParameterChangedError
         if one of them is no parameter of the model."""
-        values, names = list(args), []
+        values, places = list(args), self._names
+        ids = tuple([id(values[index]) for index in places])
+        if ids not in self._known:
+            self._known[ids] = [values[index] for index in places], tuple(self._names_among(values))
+        _, names = self._known[ids]
+        for index, name in zip(places, names, strict=True):
+            values[index] = shards[name]
+        if names not in self.programs:
+            given = {index: self._storage.parameters[name] for index, name in zip(places, names, strict=True)}
+            with compat.tracing(compat.TracingContext(self._mode)):
+                module = _copied(self._module)
+                for node, value in zip(module.graph.find_nodes(op="placeholder"), self._values, strict=True):
+                    if value is not None:
+                        node.meta["example_value"] = value
+                self.programs[names] = compile_graph(module, list(self._values), given)
+        return self.programs[names](*values)
+
+    def _names_among(self, values: Sequence[Any]) -> Iterator[str]:
+        """Yield the names of the parameters whose placeholders are among ``values``."""
         for index, name in self._names.items():
             found = self._storage.by_placeholder.get(id(values[index]))
             if found is None:
@@ -119,17 +139,7 @@ class TracedGraph:
                     f"{name!r} stood when this code was compiled, and is no parameter that graph_fsdp.compile has "
                     "sharded; put modules and parameters into the model before graph_fsdp.compile"
                 )
-            names.append(found.spec.name)
-            values[index] = shards[found.spec.name]
-        if (key := tuple(names)) not in self.programs:
-            given = {index: self._storage.parameters[name] for index, name in zip(self._names, names, strict=True)}
-            with compat.tracing(compat.TracingContext(self._mode)):
-                module = _copied(self._module)
-                for node, value in zip(module.graph.find_nodes(op="placeholder"), self._values, strict=True):
-                    if value is not None:
-                        node.meta["example_value"] = value
-                self.programs[key] = compile_graph(module, list(self._values), given)
-        return self.programs[key](*values)
+            yield found.spec.name
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

@@ -69,6 +69,13 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
         # FSDPModule's looks for FSDP2's state.
         return self._resharded()._apply(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        method = self._after_fsdp_module().zero_grad
+        structure = vars(self).get("_graph_fsdp_structure")  # of the model, not of units
+        plain = set_to_none and getattr(method, "__func__", None) is nn.Module.zero_grad
+        if not plain or structure is None or not structure.drop_gradients():
+            method(set_to_none)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return a state dict of DTensors, as FSDP2 does. What ``unshard()`` gathered is resharded."""
         return self._resharded().state_dict(*args, **kwargs)

@@ -69,6 +69,17 @@ class Structure:
         assert model is not None, "it has this"
         return model
 
+    def drop_gradients(self) -> bool:
+        """Set the gradients of all parameters to None, without a walk through all modules; return False, and do
+        nothing, where modules were exchanged or parameters added since the last ``check``."""
+        if self._now() != self._seen:
+            return False
+        for parameters in self._parameter_dicts:
+            for p in parameters.values():
+                if p is not None and p.grad is not None:
+                    p.grad = None
+        return True
+
     # --- what is looked at
 
     def _look(self) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, optim
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.slices import Slices
+from graph_fsdp.parameters.gradients import as_gradient
 from graph_fsdp.parameters.sharded import ShardedParameter
-from graph_fsdp.parameters.shards import Storage, as_gradient
+from graph_fsdp.parameters.shards import Storage
 
 
 class InBackward:

@@ -34,7 +34,7 @@ class ShardedParameter:
     local: Tensor  # the shard's own local tensor: the same memory without padding, in a storage of its own
     filled: bool = False  # it has the parameter's values
     seen: tuple[Any, Any] = None, None  # local tensor and storage of the shard at the last ``refresh``
-    hooks: int = -1  # that others had made when the shard's ``AccumulateGrad`` had none
+    hooks: int = -1  # that others had made when the shard and its ``AccumulateGrad`` had none
     whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
     as_used: Callable[[Tensor], Any] | None = None  # makes the tensor subclass that the model uses of what is gathered
     used_like: Tensor | None = None  # of its shape and dtype, where these are others than what is gathered has
@@ -109,19 +109,20 @@ class Shards(ABC):
         try:
             if self.unguarded_in_forward:
                 set_guarded(placeholders, False)
-            self._register(placeholders)
+            for module, leaf, p in self._places:
+                module._parameters[leaf] = p.placeholder
             yield
         finally:
             if self.unguarded_in_forward:
                 set_guarded(placeholders, True)
-            self._register([p.registered for p in self.parameters.values()])
+            for module, leaf, p in self._places:
+                module._parameters[leaf] = p.shard if p.whole is None else p.whole
             self.active = False
 
-    def _register(self, values: Sequence[nn.Parameter]) -> None:
-        """Put ``values``, one for each parameter, into the modules."""
-        for p, value in zip(self.parameters.values(), values, strict=True):
-            for module, leaf in p.owners:
-                module._parameters[leaf] = value
+    @functools.cached_property
+    def _places(self) -> list[tuple[nn.Module, str, ShardedParameter]]:
+        """Return the modules that hold each parameter, and its name in each."""
+        return [(module, leaf, p) for p in self.parameters.values() for module, leaf in p.owners]
 
     def without_placeholders(self, outputs: Any) -> Any:
         """Return the shard for a parameter among ``outputs``: Dynamo hands back the very object that it read."""

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.host_memory import pieces_of
 from graph_fsdp.parameters.placeholder import set_guarded
 from graph_fsdp.parameters.placements import as_model_uses_it, give_memory, shard_spec
@@ -75,6 +77,7 @@ class Storage(Shards):
             if isinstance(original, DTensor):
                 self.parameters[name].as_used = as_model_uses_it(original)
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
+        self._look: _Look | None = None  # at what ``refresh`` has left
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
 
     def _allocate(self) -> dict[str, Tensor]:
@@ -153,8 +156,11 @@ class Storage(Shards):
         for p in self._tied:
             check_tied(p)
         with compat.without_torch_function():
-            changed = [p for p in self.parameters.values() if not self._is_as_seen(p)]
-            assigned = [repr(p.spec.name) for p in changed if self._take_over(p)]
+            if self._look is not None and self._look.finds_no_change():
+                return
+            parameters, self._look = list(self.parameters.values()), None
+            assigned = [repr(p.spec.name) for p in parameters if self._take_over(p)]
+            self._look = _Look(parameters)
         if assigned:
             raise ParameterChangedError(
                 f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
@@ -163,16 +169,9 @@ class Storage(Shards):
                 "graph_fsdp.unsharded(model)"
             )
 
-    def _is_as_seen(self, p: ShardedParameter) -> bool:
-        """Say whether ``_take_over`` would find nothing: all that is looked at for each parameter in each forward."""
-        (module, leaf), shard, (memory, storage) = p.owners[0], p.shard, p.seen
-        return (
-            module._parameters.get(leaf) is shard
-            and compat.local_part(shard) is memory
-            and shard.untyped_storage() is storage
-            and memory.data_ptr() == p.input.data_ptr()
-            and shard.requires_grad == p.placeholder.requires_grad
-        )
+    def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
+        super().set_whole(p, whole)
+        self._look = None  # which would hold the whole parameter
 
     def _take_over(self, p: ShardedParameter) -> bool:
         """Take over changes of one parameter; say whether ``data`` was assigned ([Note: data of a DTensor])."""
@@ -183,7 +182,7 @@ class Storage(Shards):
             if registered is not None and registered.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(registered.requires_grad)
         elif registered is not p.shard:
-            p.shard = checked_replacement(p, registered)
+            p.shard, p.hooks = checked_replacement(p, registered), -1
         (memory, storage), (known, known_storage) = _parts(p.shard), p.seen
         # What ``model.to(…)`` does exchanges the local tensor too.
         assigned = self.mesh is not None and memory is known and storage is not known_storage
@@ -218,6 +217,34 @@ class Storage(Shards):
         self.refresh()
         shards = connected_shards(list(self.parameters.values()))
         return dict(zip(self.parameters, shards, strict=True))
+
+
+class _Look:
+    """Holds all that is looked at in each forward, for each parameter, as it was. One call looks at all of them."""
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        self.modules = [p.owners[0][0] for p in parameters]
+        self.leaves = [p.owners[0][1] for p in parameters]
+        self.registered, self.shards = [p.registered for p in parameters], [p.shard for p in parameters]
+        self.memories = compat.local_parts(self.shards)
+        self.storages = list(map(Tensor.untyped_storage, self.shards))
+        self.addresses = list(map(Tensor.data_ptr, self.memories))
+        unsharded = [p.shard for p in parameters if p.whole is not None]
+        self.flagged = [*self.registered, *unsharded, *(p.placeholder for p in parameters)]
+        self.flags = list(map(_FLAG, self.flagged))
+
+    def finds_no_change(self) -> bool:
+        registered = map(dict.get, map(_PARAMETERS, self.modules), self.leaves)
+        return (
+            all(map(operator.is_, registered, self.registered))
+            and all(map(operator.is_, compat.local_parts(self.shards), self.memories))
+            and all(map(operator.is_, map(Tensor.untyped_storage, self.shards), self.storages))
+            and list(map(Tensor.data_ptr, self.memories)) == self.addresses
+            and list(map(_FLAG, self.flagged)) == self.flags
+        )
+
+
+_PARAMETERS, _FLAG = operator.attrgetter("_parameters"), operator.attrgetter("requires_grad")
 
 
 def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:
@@ -260,41 +287,6 @@ def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
     return replacement
 
 
-def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
-    """Return the padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
-    trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
-    shards: Sequence[Tensor] = [p.shard for p in trained]
-    if trained and isinstance(trained[0].shard, DTensor):
-        hooks = compat.hooks_of_others()
-        for p in trained:
-            if not compat.has_accumulator(p.shard):
-                p.hooks = hooks  # what is not there yet has none
-        shards = Linked.apply([p.input for p in trained], functools.partial(_accumulate, trained), *shards)
-    if len(trained) == len(parameters):
-        return list(shards)
-    linked = iter(shards)
-    return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
-
-
-# Gradients of what comes out of a node of autograd, and (node, output) that each input came from → those of the inputs.
-Gradients: TypeAlias = Callable[[Sequence[Tensor | None], Sequence[tuple[Any, int]]], Iterable[Tensor | None]]
-
-
-class Linked(torch.autograd.Function):
-    """Makes one node of autograd for many tensors: ``values`` come out of it, whose gradients ``backward`` turns into
-    those of ``sources``. None stands for a gradient that is not there."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Sequence[Tensor], backward: Gradients, *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = backward
-        ctx.set_materialize_grads(False)
-        return tuple(value.detach() for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.call(grads, ctx.next_functions))
-
-
 def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> Any:
     """Return ``state_dict`` with a DTensor of this rank's rows for each whole tensor of a parameter that is sharded."""
     if not isinstance(storage, Storage) or not isinstance(state_dict, Mapping):
@@ -309,53 +301,6 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> 
         if p is not None and isinstance(registered, DTensor) and whole and value.shape == registered.shape:
             rows[name] = storage.shard_of(p, value)
     return rows
-
-
-def _accumulate(
-    parameters: list[ShardedParameter], grads: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]
-) -> list[Tensor | None]:
-    """Add gradients of padded local shards to the ``grad`` of their parameters. Return those that autograd is to add,
-    which takes it several times as long: they have hooks, or ``torch.autograd.grad`` wants them."""
-    left: list[Tensor | None] = [None] * len(grads)
-    sums: list[Tensor] = []
-    added: list[Tensor] = []
-    hooks, adds = compat.hooks_of_others(), not torch.is_grad_enabled()  # unlike with ``create_graph``
-    for index, (p, grad, (node, _)) in enumerate(zip(parameters, grads, edges, strict=True)):
-        if grad is None:
-            continue
-        shard, local = p.shard, grad if p.is_whole and grad.is_contiguous() else _local_gradient(p, grad)
-        direct = adds and not compat.has_hooks(shard) and compat.is_run(node)
-        # Its node of autograd is asked for hooks where there are new ones on anything.
-        if direct and (p.hooks == hooks or not compat.is_hooked(node)):
-            p.hooks = hooks
-            found = shard.grad
-            if found is None:
-                shard.grad = _as_shard(local, shard)
-                continue
-            if compat.is_placed_like(found, shard):
-                sums.append(compat.local_part(found))
-                added.append(local)
-                continue
-        left[index] = _as_shard(local, shard)
-    if sums:
-        compat.foreach_add(sums, added)
-    return left
-
-
-def _local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
-    """Return the gradient of a padded local shard as that of the shard itself, contiguous."""
-    rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
-    local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
-    return p.spec.as_used(local).contiguous()
-
-
-def as_gradient(p: ShardedParameter, grad: Tensor) -> DTensor:
-    """Return the gradient of a padded local shard as that of the parameter."""
-    return _as_shard(_local_gradient(p, grad), p.shard)
-
-
-def _as_shard(local: Tensor, shard: nn.Parameter) -> DTensor:
-    return compat.make_dtensor(compat.with_storage_of_its_own(local), shard)
 
 
 def _layout(spec: ModelSpec) -> dict[torch.dtype, dict[str, int]]:

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
+from graph_fsdp.parameters.gradients import Linked
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
-from graph_fsdp.parameters.shards import Linked
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import BucketSpec

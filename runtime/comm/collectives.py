@@ -33,9 +33,10 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.layout import GatherLayout, Message
+from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.runtime.comm.pairs import exchange, exchange_all_gather, is_pair, own_first
 from graph_fsdp.runtime.comm.streams import UnderWay
+from graph_fsdp.runtime.comm.unpacking import Unpacking
 from graph_fsdp.runtime.ranks import lockstep
 from graph_fsdp.runtime.slots import Allocate, by_device
 
@@ -74,11 +75,16 @@ class Gather:
     def __init__(
         self, shards: Sequence[Tensor], layout: GatherLayout, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> None:
-        self.layout, self.dtype, self.group, self.world = layout, dtype, group, layout.world_size
-        self.is_pair = is_pair(group, shards[0].device)
-        self.messages = [(message, message.lands_in_place) for message in layout.messages]
+        self.layout, self.dtype, self.group, device = layout, dtype, group, shards[0].device
+        self.world, self.numel = layout.world_size, layout.world_size * layout.length
+        self.is_pair = is_pair(group, device)
+        # With what unpacks it, if it does not land in place.
+        self.messages = [
+            (message, None if message.lands_in_place else Unpacking(message, self.world, dtype, device))
+            for message in layout.messages
+        ]
         self.is_one = layout.messages[0].numel == layout.length  # the message is the bucket
-        self.sendable = _sendable if _is_float8(dtype) or _is_float8(shards[0].dtype) else _as_it_is
+        self.casts, self.is_float8 = shards[0].dtype is not dtype, _is_float8(dtype) or _is_float8(shards[0].dtype)
         self.in_place: tuple[list[Any], Any] = [], 0  # where shards were that lie in one slice, and its beginning
 
     def start(
@@ -89,52 +95,56 @@ class Gather:
         release: Callable[[Tensor], None] = lambda _: None,
         comm: Comm | None = None,
     ) -> Pending:
-        source, layout, world = self._source(shards), self.layout, self.world
-        result = take(world * layout.length, self.dtype, source.device)
+        source, world = self._source(shards), self.world
+        device = source.device
+        result = take(self.numel, self.dtype, device)
         landing: Tensor | None = None
         if comm is not None:
-            landing = comm.allocate((world * layout.length,), dtype=self.dtype, device=source.device)
-        elif layout.landing_numel:
-            landing = take_landing(layout.landing_numel, self.dtype, source.device)
-        unpacked: list[tuple[Tensor, Message]] = []
-        targets: list[tuple[Tensor, Tensor]] = []
-        used, is_one, sendable = 0, self.is_one, self.sendable
-        for message, lands_in_place in self.messages:
+            landing = comm.allocate((self.numel,), dtype=self.dtype, device=device)
+        elif numel := self.layout.landing_numel:
+            landing = take_landing(numel, self.dtype, device)
+        unpacked: list[tuple[Tensor, Unpacking]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        used = 0
+        for message, unpacking in self.messages:
             begin, numel = message.begin, message.numel
-            if lands_in_place and comm is None:
-                target = result if is_one else result[world * begin : world * (begin + numel)]
+            if comm is not None and unpacking is None:
+                unpacking = Unpacking(message, world, self.dtype, device)
+            if unpacking is None:
+                target = result if self.is_one else result[world * begin : world * (begin + numel)]
             else:
                 assert landing is not None
-                target = landing if is_one else landing[used : used + world * numel]
+                target = landing if self.is_one else landing[used : used + world * numel]
                 used += world * numel
-                unpacked.append((sendable(target), message))
-            targets.append((target, source if is_one else source[begin : begin + numel]))
+                unpacked.append((target, unpacking))
+            pairs.append((target, source if self.is_one else source[begin : begin + numel]))
         buffers = [result] if landing is None else [result, landing]
-        if source.dtype is not self.dtype or comm is not None or any(map(compat.is_symmetric, buffers)):
-            targets = _cast_in_place(targets, self.group)
-        pairs = [(sendable(target), sendable(part)) for target, part in targets]
-
-        def start(async_op: bool) -> list[Any]:
-            if comm is None and self.is_pair:
-                return exchange_all_gather(pairs, self.group)
-            collective = compat.all_gather_single if comm is None else comm
-            return compat.grouped(pairs, self.group, collective, async_op=async_op)
-
+        if self.casts or comm is not None or any(map(compat.is_symmetric, buffers)):
+            pairs = _cast_in_place(pairs, self.group)
+        if self.is_float8:
+            pairs = [(_sendable(target), _sendable(part)) for target, part in pairs]
+        launch = functools.partial(self._launch, pairs, comm)
         under_way = compat.seen_as(
             "_allgather_base_",
             self.group,
             lambda: compat.all_gather_single(result, source, group=self.group, async_op=True),
-            lambda: UnderWay("gather", self.group, [*buffers, source], start),
+            lambda: UnderWay("gather", self.group, [*buffers, source], launch),
         )
 
         def finish() -> None:
             under_way.wait()
-            for target, message in unpacked:
-                unpack(target, sendable(result), message, world)
+            for target, unpacking in unpacked:
+                unpacking(_sendable(target), _sendable(result))
             if landing is not None and comm is None:
                 release(landing)
 
         return Pending(result, finish)
+
+    def _launch(self, pairs: list[tuple[Tensor, Tensor]], comm: Comm | None, async_op: bool) -> list[Any]:
+        if comm is None and self.is_pair:
+            return exchange_all_gather(pairs, self.group)
+        collective = compat.all_gather_single if comm is None else comm
+        return compat.grouped(pairs, self.group, collective, async_op=async_op)
 
     def _source(self, shards: Sequence[Tensor]) -> Tensor:
         """Return ``shard_slice``; shards lie where they did in the last run, as a rule."""
@@ -167,10 +177,6 @@ def _is_float8(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype.is_floating_point
 
 
-def _as_it_is(value: Tensor) -> Tensor:
-    return value
-
-
 def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
     """Cast each rank's part of a message to where it belongs in the target, to be sent from there."""
     own = [target.view(group.size(), -1)[group.rank()] for target, _ in targets]
@@ -201,20 +207,6 @@ def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | N
         for shard, offset in zip(shards, layout.offsets, strict=True)
     )
     return first.as_strided((layout.length,), (1,), begin) if in_place else None
-
-
-def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
-    """Copy from rank-major (as gathered) to parameter-major (as used), in one kernel where the device has one."""
-    # A slot's buffer is used again. In its views there is no reference to the buffer itself, which they go with.
-    known: dict[Any, list[Tensor]] = vars(buffer).setdefault("pieces", {})
-    key = world, message.cuts
-    if (pieces := known.get(key)) is None:
-        begins = itertools.accumulate(message.splits, initial=message.begin)
-        pieces = known[key] = [
-            compat.reinterpreted(buffer, (world, size), (size, 1), world * begin)
-            for begin, size in zip(begins, message.splits, strict=False)
-        ]
-    torch.split_with_sizes_copy(landing.view(world, -1), message.splits, dim=1, out=pieces)
 
 
 def keep_shard(
@@ -259,7 +251,10 @@ class ReduceScatter:
     def start(self, grads: Sequence[Tensor]) -> Pending:
         comm = self.comms.reduce_scatter if self.comms is not None else None
         out = self._empty(self.length, grads[0], comm)
-        pairs = [(out[begin : begin + n], self._message(grads[which], n, comm)) for which, begin, n in self.messages]
+        pairs = [
+            (out[begin : begin + n] if n < self.length else out, self._message(grads[which], n, comm))
+            for which, begin, n in self.messages
+        ]
         return compat.seen_as(
             "_reduce_scatter_base_",
             self.group,
@@ -288,13 +283,16 @@ class ReduceScatter:
 
         return _reduction(UnderWay("reduce", self.group, [out, *(sent for _, sent in pairs)], start), out, self.after)
 
+    def _is_sent_as_it_is(self, grad: Tensor) -> bool:
+        """Say whether a gradient, alone in its message, is sent from where it lies. Between two ranks, one whose dtype
+        the reduction's holds exactly is not cast yet."""
+        uncast = self.is_pair and self.before is None and torch.promote_types(grad.dtype, self.dtype) is self.dtype
+        return dialect.is_sent_as_it_is(grad, grad.dtype if uncast else self.dtype, self.world)
+
     def _message(self, grads: Sequence[Tensor], numel: int, comm: Comm | None) -> Tensor:
-        """Return what a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between
-        two ranks, a single gradient whose dtype the reduction's holds exactly is not cast yet."""
+        """Return what a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat."""
         first = grads[0]
-        uncast = self.is_pair and self.before is None and torch.promote_types(first.dtype, self.dtype) is self.dtype
-        sent_as = first.dtype if uncast else self.dtype
-        if comm is None and len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, self.world):
+        if comm is None and len(grads) == 1 and self._is_sent_as_it_is(first):
             sent = first.view(-1)
             return sent if self.before is None else sent / self.before
         sent = self._empty(self.world * numel, first, comm)
@@ -330,7 +328,7 @@ def _exchange_reduce_scatter(
 
 def pack_gradients(grads: Sequence[Tensor], rows: Tensor) -> None:
     """Pack full gradients into ``rows``, one for each rank: its chunks, padded with zeros, in the dtype of ``rows``."""
-    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=len(rows), out=rows)
+    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=rows.shape[0], out=rows)
 
 
 def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean) -> Pending:

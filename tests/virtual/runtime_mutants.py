@@ -227,12 +227,12 @@ OTHERS: dict[tuple[str, ...], dict[str, Mutant]] = {
             "all_gather, aten._foreach_copy_; NaN",
             GATHER,
             *(
-                "targets = _cast_in_place(targets, self.group)",
-                "late, g = targets, self.group; targets = [(t, t.view(g.size(), -1)[g.rank()]) for t, _ in targets]",
+                "pairs = _cast_in_place(pairs, self.group)",
+                "late, g = pairs, self.group; pairs = [(t, t.view(g.size(), -1)[g.rank()]) for t, _ in pairs]",
             ),
             *(
                 "    def finish(",
-                "    compat.foreach_copy([p for _, p in targets], [p for _, p in late])\n\n    def finish(",
+                "    compat.foreach_copy([p for _, p in pairs], [p for _, p in late])\n\n    def finish(",
             ),
         ),
     },

@@ -1,0 +1,113 @@
+"""Gradients of padded local shards go to ``.grad`` of their parameters, through one node of autograd for all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import compat
+from graph_fsdp.parameters.sharded import ShardedParameter
+
+
+def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
+    """Return the padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
+    trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
+    shards: Sequence[Tensor] = [p.shard for p in trained]
+    if trained and isinstance(trained[0].shard, DTensor):
+        hooks = compat.hooks_of_others()
+        for p in trained:
+            # An accumulator that is not there yet has no hooks.
+            if p.hooks != hooks and not compat.has_accumulator(p.shard) and not compat.has_hooks(p.shard):
+                p.hooks = hooks
+        inputs, add = [p.input for p in trained], functools.partial(_accumulate, trained)
+        shards = Linked.apply(inputs, add, *shards, compat.LEAF_OF_ALL)
+    if len(trained) == len(parameters):
+        return list(shards)
+    linked = iter(shards)
+    return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
+
+
+# Gradients of what comes out of a node of autograd, and what returns (node, output) that each input came from → those
+# of the inputs.
+Edges: TypeAlias = Callable[[], Sequence[tuple[Any, int]]]
+Gradients: TypeAlias = Callable[[Sequence[Tensor | None], Edges], Iterable[Tensor | None]]
+
+
+class Linked(torch.autograd.Function):
+    """Makes one node of autograd for many tensors: ``values`` come out of it, whose gradients ``backward`` turns into
+    those of ``sources``. None stands for a gradient that is not there."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Sequence[Tensor], backward: Gradients, *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = backward
+        ctx.set_materialize_grads(False)
+        return tuple(map(Tensor.detach, values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.call(grads, lambda: ctx.next_functions))
+
+
+def _accumulate(
+    parameters: list[ShardedParameter], grads: Sequence[Tensor | None], edges: Edges
+) -> list[Tensor | None]:
+    """Add gradients of padded local shards to the ``grad`` of their parameters. Return those that autograd is to add,
+    which takes it several times as long: they have hooks, or ``torch.autograd.grad`` wants them."""
+    left: list[Tensor | None] = [None] * (len(grads) + 1)  # of ``LEAF_OF_ALL``, too
+    sums: list[Tensor] = []
+    added: list[Tensor] = []
+    hooks, adds = compat.hooks_of_others(), not torch.is_grad_enabled()  # unlike with ``create_graph``
+    runs_all = adds and compat.is_run(compat.NODE_OF_ALL)
+    nodes: Sequence[tuple[Any, int]] = ()
+    for index, (p, grad) in enumerate(zip(parameters, grads, strict=True)):
+        if grad is None:
+            continue
+        shard, local = p.shard, grad if p.is_whole and grad.is_contiguous() else _local_gradient(p, grad)
+        direct = runs_all and p.hooks == hooks
+        if adds and not direct:
+            nodes = nodes or edges()
+            direct = _is_added(p, nodes[index][0], hooks)
+        if direct:
+            found = shard.grad
+            if found is None:
+                shard.grad = _as_shard(p, local)
+                continue
+            if compat.is_placed_like(found, shard):
+                sums.append(compat.local_part(found))
+                added.append(local)
+                continue
+        left[index] = _as_shard(p, local)
+    if sums:
+        compat.foreach_add(sums, added)
+    return left
+
+
+def _is_added(p: ShardedParameter, node: Any, hooks: int) -> bool:
+    """Say whether nothing but an addition is to happen to a gradient. ``node``: the shard's ``AccumulateGrad``, which
+    is asked for hooks where there are new ones on anything."""
+    if compat.has_hooks(p.shard) or not compat.is_run(node) or (p.hooks != hooks and compat.is_hooked(node)):
+        return False
+    p.hooks = hooks
+    return True
+
+
+def _local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
+    """Return the gradient of a padded local shard as that of the shard itself, contiguous."""
+    rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
+    local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
+    return p.spec.as_used(local).contiguous()
+
+
+def as_gradient(p: ShardedParameter, grad: Tensor) -> DTensor:
+    """Return the gradient of a padded local shard as that of the parameter."""
+    return _as_shard(p, _local_gradient(p, grad))
+
+
+def _as_shard(p: ShardedParameter, local: Tensor) -> DTensor:
+    """Return a DTensor of a gradient, in a storage of its own."""
+    return compat.make_dtensor(compat.with_storage_of_its_own(local), p.shard)
