@@ -42,5 +42,6 @@ from graph_fsdp.compat.equal_layers import EqualLayers as EqualLayers
 from graph_fsdp.compat.inductor import *
 from graph_fsdp.compat.quick_graphs import arguments_of as arguments_of
 from graph_fsdp.compat.quick_graphs import inputs_of as inputs_of
+from graph_fsdp.compat.quick_graphs import parts_of as parts_of
 from graph_fsdp.compat.quick_graphs import quick_copies as quick_copies
 from graph_fsdp.compat.tensors import *

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._dynamo.source import TypeSource
-from torch._guards import Guard, Source
+from torch._guards import ChainedSource, Guard, Source
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -95,10 +95,26 @@ class Counterparts:
 
     def value(self, source: Source) -> Any:
         """Return the value of a source. Raises Differs if there is none."""
+        if source in self._values:
+            return self._values[source]
         try:
-            return source.get_value(self._globals, {}, self._values)
+            if not isinstance(source, ChainedSource) or type(source).get_value is not ChainedSource.get_value:
+                return source.get_value(self._globals, {}, self._values)
+            # As torch does it, but that an expression is compiled once.
+            found = eval(
+                _compiled(source._name_template.format("tmp")), self._globals, {"tmp": self.value(source.base)}
+            )
+        except Differs:
+            raise
         except Exception as error:
             raise Differs(f"{source.name} has no value") from error
+        self._values[source] = found
+        return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _compiled(expression: str) -> types.CodeType:
+    return compile(expression, "<source>", "eval")
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,11 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.FREE
     if known is Kind.KERNEL:
         return Kind.KERNEL
-    if any(_is_complex(n.meta.get("val")) for n in (node, *inputs_of(node))):
+    if _is_complex(node.meta.get("val")):
         return Kind.KERNEL
+    for source in inputs_of(node):
+        if _is_complex(source.meta.get("val")):
+            return Kind.KERNEL
     constant = known is None and not any(map(has_tensor, inputs_of(node)))
     return Kind.FUSIBLE if known is Kind.FUSIBLE or constant else Kind.KERNEL
 
