@@ -61,6 +61,7 @@ class Verifier:
     def check(self, pass_name: str, snapshot: Snapshot | None = None) -> None:
         self.pass_name = pass_name
         self.entries = (snapshot or Snapshot(self.graph.fx_graph)).entries
+        self.nodes = [entry[0] for entry in self.entries]
         self._topological()
         if self.graph.phase == "capture":
             return
@@ -81,7 +82,7 @@ class Verifier:
     def _topological(self) -> None:
         seen, body = set[fx.Node](), False
         self.recorded: dict[fx.Node, dialect.NodeRecord] = {}
-        for node, op, *_, meta in self.entries:
+        for node, op, _, _, _, _, meta in self.entries:
             if not seen.issuperset(inputs_of(node)):
                 source = next(source for source in inputs_of(node) if source not in seen)
                 is_wait = source.target in dialect.WAITS
@@ -102,8 +103,9 @@ class Verifier:
     def _values(self) -> None:
         """Shapes, dtypes and devices agree with the fake tensors of nodes that were edited, or whose inputs were."""
         due = self.proven.edited(self.entries)
-        for node, op, *_, meta in self.entries if due else ():
-            if node in due and op == "call_function":
+        for node in self.nodes if due else ():
+            if node in due and node.op == "call_function":
+                meta = node.meta
                 if "val" not in meta:
                     self._fail("every node has a fake value", node, f"{node} has no meta['val']")
                 if all("val" in i.meta for i in inputs_of(node)):
@@ -158,7 +160,7 @@ class Verifier:
         gathered: dict[str, fx.Node] = {}
         if bare := next((start for start in starts if record(start) is None), None):
             self._fail("collectives carry a record", bare, f"{bare} has no meta['fsdp']")
-        for node, *_ in self.entries:
+        for node in self.nodes:
             found = self.recorded.get(node)
             if found is None and node not in uses:
                 continue
@@ -306,7 +308,7 @@ class Verifier:
             if not gather.escapes:
                 ends[gather.free or [gather.buffer, *gather.reads][-1]] += gather.nbytes
         live = 0
-        for node in self.graph.fx_graph.nodes:
+        for node in self.nodes:
             live += starts.get(node, 0)
             if live > budget and node.target is dialect.all_gather_start:
                 wrong = f"{live:,} bytes are gathered at once, the budget is {budget:,}"
@@ -359,7 +361,7 @@ class Verifier:
         invariant = "each gradient is reduced once over each group"
         over: dict[fx.Node, tuple[str, ...]] = {}
         behind: set[fx.Node] = set()  # what reads nodes of ``over``
-        for node, *_ in self.entries:
+        for node in self.nodes:
             if node not in behind and node not in self.recorded:
                 continue
             sources = [over[source] for source in inputs_of(node) if source in over]
