@@ -189,7 +189,7 @@ class PassPipeline:
         for graph in graphs:
             graph.cost = context.cost
             context.graphs[graph.phase] = graph
-        verifiers = {graph.phase: Verifier(graph, context, snapshot=_snapshot(graph, context)) for graph in graphs}
+        verifiers = {graph.phase: Verifier(graph, context, snapshot=_latest(graph, context)) for graph in graphs}
         for p in self.passes:
             for graph in graphs:
                 if graph.phase not in p.runs_in():
@@ -234,8 +234,12 @@ def _stage(
 
 
 def _snapshot(graph: Graph, context: PassContext) -> Snapshot:
+    return Snapshot(graph.fx_graph, _latest(graph, context))
+
+
+def _latest(graph: Graph, context: PassContext) -> Snapshot | None:
     stages = context.stages[graph.phase]
-    return Snapshot(graph.fx_graph, stages[next(reversed(stages))].snapshot if stages else None)
+    return stages[next(reversed(stages))].snapshot if stages else None
 
 
 def _add(stage: Stage, graph: Graph, context: PassContext) -> Stage:

@@ -97,12 +97,22 @@ _LEAVES = {torch.fx.Node, bool, int, float, str, type(None), torch.dtype, torch.
 
 
 def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    """Do what torch's ``tree_flatten`` does, quickly for a tuple of leaves and no keywords, as most arguments are."""
-    if isinstance(tree, (tuple, dict)) and not tree:
-        return [], _empty(type(tree))
-    if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):
-        return list(tree), _spec(len(tree))
-    return tree_flatten(tree)
+    """Do what torch's ``tree_flatten`` does, quickly for a tuple of leaves and lists of them, and for no keywords, as
+    most arguments are."""
+    if type(tree) is not tuple:
+        return ([], _empty(type(tree))) if isinstance(tree, (tuple, dict)) and not tree else tree_flatten(tree)
+    leaves: list[Any] = []
+    lengths = []
+    for argument in tree:
+        if type(argument) in _LEAVES:
+            leaves.append(argument)
+            lengths.append(-1)
+        elif type(argument) is immutable_list and _LEAVES.issuperset(map(type, argument)):
+            leaves += argument
+            lengths.append(len(argument))
+        else:
+            return tree_flatten(tree)
+    return leaves, _spec(*lengths)
 
 
 def _made(graph: torch.fx.Graph, name: str, *described: Any) -> torch.fx.Node:
@@ -141,8 +151,9 @@ _QUICK_LEAVES = types.SimpleNamespace(**{**vars(pytree), "arg_tree_leaves": _lea
 
 
 @functools.cache
-def _spec(length: int) -> Any:
-    return tree_flatten((None,) * length)[1]
+def _spec(*lengths: int) -> Any:
+    """Return the structure of a tuple of leaves, -1, and of lists of so many leaves."""
+    return tree_flatten(tuple(None if length < 0 else immutable_list([None] * length) for length in lengths))[1]
 
 
 @functools.cache

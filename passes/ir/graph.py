@@ -158,10 +158,15 @@ class Graph:
         nodes, key = self.fx_graph.nodes, dialect.RECORD
         return [node for node in nodes if (record := node.meta.get(key)) is not None and record.role in roles]
 
+    def calls_of(self, targets: Collection[Any]) -> list[fx.Node]:
+        """Return the calls of these operators in graph order, without a walk of the graph."""
+        find = self.fx_graph.find_nodes
+        return sorted(node for target in targets for node in find(op="call_function", target=target, sort=False))
+
     @property
     def starts(self) -> list[fx.Node]:
         """Return the nodes that start collectives, in graph order."""
-        return [node for node in self.fx_graph.nodes if node.op == "call_function" and node.target in dialect.STARTS]
+        return self.calls_of(dialect.STARTS)
 
     @property
     def collectives(self) -> list[tuple[str, str]]:
@@ -220,10 +225,10 @@ class Graph:
         """Find for each node the next call of one of these operators behind it, or the output. Compute regions are cut
         at ``dialect.COMMUNICATION`` anyway."""
         found: dict[fx.Node, fx.Node] = {}
-        upcoming = self.output
+        upcoming, calls = self.output, set(self.calls_of(targets))
         for node in reversed(self.fx_graph.nodes):
             found[node] = upcoming
-            if node.target in targets:
+            if node in calls:
                 upcoming = node
         return found
 

@@ -148,9 +148,7 @@ class Verifier:
     def _buffers(self) -> None:
         """Each buffer is started, waited for and freed once, behind its last use through any alias."""
         freed_due = "freed" in self.graph.facts
-        find = self.graph.fx_graph.find_nodes
-        called = (find(op="call_function", target=target) for target in dialect.TRANSFER_STARTS)
-        starts = dict.fromkeys(sorted(itertools.chain.from_iterable(called)))
+        starts = dict.fromkeys(self.graph.calls_of(dialect.TRANSFER_STARTS))
         # A collective that works in place starts on the buffer of another.
         own = (start for start in starts if not aliased_inputs(start))
         buffers = dict.fromkeys((*self._with_role(Role.KEPT), *own))
