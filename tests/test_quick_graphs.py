@@ -116,7 +116,7 @@ def test_leaves_of_arguments_are_those_that_torch_finds() -> None:
         aten.cat.default, ([x, [x, 1], ()], slice(x, None), 2.0, "a", None), {"dim": [x], "b": x}
     )
     given = node.args, dict(node.kwargs)
-    assert quick_graphs._leaves(*given[0], **given[1]) == pytree.arg_tree_leaves(*given[0], **given[1])
+    assert quick_graphs.leaves_of(*given[0], **given[1]) == pytree.arg_tree_leaves(*given[0], **given[1])
 
 
 def test_what_a_node_reads() -> None:

@@ -83,7 +83,7 @@ def quick_copies() -> Iterator[None]:
 
     with (
         unittest.mock.patch.object(partitioners, "_extract_graph_with_inputs_outputs", extracted),
-        unittest.mock.patch.object(compile_utils, "tree_flatten", _flattened),
+        unittest.mock.patch.object(compile_utils, "tree_flatten", flattened),
         unittest.mock.patch.object(partitioners, "pytree", _QUICK_LEAVES),
         unittest.mock.patch.object(torch.fx.Graph, "node_copy", copied),
         unittest.mock.patch.object(torch.fx.Graph, "eliminate_dead_code", eliminated),
@@ -96,7 +96,7 @@ def quick_copies() -> Iterator[None]:
 _LEAVES = {torch.fx.Node, bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout}
 
 
-def _flattened(tree: Any) -> tuple[list[Any], Any]:
+def flattened(tree: Any) -> tuple[list[Any], Any]:
     """Do what torch's ``tree_flatten`` does, quickly for a tuple of leaves and lists of them, and for no keywords, as
     most arguments are."""
     if type(tree) is not tuple:
@@ -133,7 +133,7 @@ def _made(graph: torch.fx.Graph, name: str, *described: Any) -> torch.fx.Node:
     return made
 
 
-def _leaves(*args: Any, **kwargs: Any) -> list[Any]:
+def leaves_of(*args: Any, **kwargs: Any) -> list[Any]:
     """Do what torch's ``arg_tree_leaves`` does, quickly for leaves and lists of them, as most arguments are."""
     found: list[Any] = []
     for argument in (*args, *kwargs.values()):
@@ -147,7 +147,7 @@ def _leaves(*args: Any, **kwargs: Any) -> list[Any]:
 
 
 # What the partitioner knows of trees, but for the leaves of a node's arguments.
-_QUICK_LEAVES = types.SimpleNamespace(**{**vars(pytree), "arg_tree_leaves": _leaves})
+_QUICK_LEAVES = types.SimpleNamespace(**{**vars(pytree), "arg_tree_leaves": leaves_of})
 
 
 @functools.cache
