@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import enum
 import functools
+import operator
+import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -98,12 +102,12 @@ class Counterparts:
         if source in self._values:
             return self._values[source]
         try:
-            if not isinstance(source, ChainedSource) or type(source).get_value is not ChainedSource.get_value:
+            get = None
+            if isinstance(source, ChainedSource) and type(source).get_value is ChainedSource.get_value:
+                get = _getter(source._name_template)
+            if get is None:
                 return source.get_value(self._globals, {}, self._values)
-            # As torch does it, but that an expression is compiled once.
-            found = eval(
-                _compiled(source._name_template.format("tmp")), self._globals, {"tmp": self.value(source.base)}
-            )
+            found = get(self.value(cast(ChainedSource, source).base))
         except Differs:
             raise
         except Exception as error:
@@ -113,8 +117,15 @@ class Counterparts:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _compiled(expression: str) -> types.CodeType:
-    return compile(expression, "<source>", "eval")
+def _getter(template: str) -> Callable[[Any], Any] | None:
+    """Return what a source takes of its base, an attribute or an item, by the template of its expression; None for any
+    other, which torch compiles each time that it evaluates it."""
+    if attribute := re.fullmatch(r"\{0\}\.([A-Za-z_]\w*)", template):
+        return operator.attrgetter(attribute[1])
+    if item := re.fullmatch(r"\{0\}\[([^{}]+)\]", template):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return operator.itemgetter(ast.literal_eval(item[1]))
+    return None
 
 
 @dataclass(frozen=True)
