@@ -1,10 +1,16 @@
 """How long the passes take, by pass and by depth, and that they grow linearly. No device, no network, one core.
 
     OMP_NUM_THREADS=1 python benchmarks/pass_time.py --depths 250 500 1000
+    OMP_NUM_THREADS=1 python benchmarks/pass_time.py --config benchmarks/configs/llama_3_405b.json --depths 6 126
 
 A model of equal pre-norm MLP blocks, tiny in width, is traced by ``graph_fsdp.compile`` on a fake process group of
 eight ranks. The capture ends when the passes have run on the forward and the backward graph: nothing is compiled, and
 no collective runs. What torch needs to trace, differentiate and partition the model is shown apart.
+
+With ``--config`` it is the causal language model of a Hugging Face configuration, with the depths as numbers of layers,
+traced and planned as ``graph-fsdp plan`` does it on 2,048 replicas of 8 ranks, each depth in a process of its own: CPU
+seconds from the call of ``graph_fsdp.planning.trace`` until all passes have run and were verified, what each further
+layer adds, and those of the whole plan. Nothing is written.
 """
 
 from __future__ import annotations
@@ -12,10 +18,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,6 +169,83 @@ def measure(depth: int) -> Measurement:
     )
 
 
+SEQUENCE, MESH = 8192, (2048, 8)
+
+
+def measure_configured(config: Path, layers: int) -> dict[str, float]:
+    """Trace a configured model of ``layers`` layers, and predict its step, as ``graph-fsdp plan`` does."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from graph_fsdp.planning import prediction
+    from graph_fsdp.planning.model_config import find_model
+
+    traced = {}
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        begin = time.process_time()
+        found = _trace(*args, **kwargs)
+        traced["trace"] = time.process_time() - begin
+        return found
+
+    _trace, prediction.trace = prediction.trace, trace
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder) / "config.json"
+        changed.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": layers}))
+        begin = time.process_time()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = find_model(str(changed), 1, SEQUENCE)
+        plan = prediction.plan(*model, mesh_shape=MESH, hardware="h100", mp_policy=policy)
+        json.dumps(plan.summary())
+    planned = time.process_time() - begin
+    stages = [stage for of_phase in plan.traced.context.stages.values() for stage in of_phase.values()]
+    parts = {
+        "passes": sum(stage.seconds for stage in stages if stage.name != "partition"),
+        "verifier": sum(stage.verify_seconds for stage in stages),
+        "snapshots": sum(stage.snapshot_seconds for stage in stages),
+        "partition": max(stage.seconds for stage in stages if stage.name == "partition"),
+        "nodes": sum(len(graph.fx_graph.nodes) for graph in plan.traced.graphs.values()),
+    }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"plan": planned, "peak": peak, **traced, **parts}
+
+
+def table_of_configured(measured: dict[int, list[dict[str, float]]]) -> str:
+    """One column per depth: the least of the repeats."""
+    named = {
+        "trace": "to the end of the passes, CPU seconds",
+        "passes": "  of these, passes (wall)",
+        "verifier": "  verifier (wall)",
+        "snapshots": "  snapshots (wall)",
+        "partition": "  torch: partition (wall)",
+        "plan": "graph-fsdp plan, without imports, CPU seconds",
+        "peak": "peak, MB",
+        "nodes": "nodes, forward + backward",
+    }
+    rows = {name: [min(run[name] for run in runs) for runs in measured.values()] for name in named}
+    lines = [f"{'layers':46s}" + "".join(f"{layers:>10d}" for layers in measured)]
+    for name, label in named.items():
+        digits = 0 if name in ("peak", "nodes") else 2
+        lines.append(f"{label:46s}" + "".join(f"{value:>10.{digits}f}" for value in rows[name]))
+    least, most = min(measured), max(measured)
+    if most != least:
+        seconds = dict(zip(measured, rows["trace"], strict=True))
+        further = (seconds[most] - seconds[least]) / (most - least)
+        lines.append(f"{'each further layer, CPU milliseconds':46s}{further * 1e3:>{10 * len(measured)}.1f}")
+    return "\n".join(lines)
+
+
+def run_configured(options: argparse.Namespace) -> None:
+    """Measure each depth in a process of its own, in turns."""
+    measured: dict[int, list[dict[str, float]]] = {layers: [] for layers in options.depths}
+    for _ in range(options.repeats):
+        for layers, runs in measured.items():
+            command = [sys.executable, __file__, "--config", str(options.config), "--alone", str(layers)]
+            run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            runs.append(json.loads(run.stdout.splitlines()[-1]))
+    print(f"torch {torch.__version__}, {options.config.stem}, least of {options.repeats}")
+    print(table_of_configured(measured))
+
+
 def table(measurements: list[Measurement]) -> str:
     """One line per pass and graph: seconds at each depth, the last over the one before, and at the last depth the
     nodes of the graph after the pass."""
@@ -190,7 +278,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", type=int, nargs="+", default=[250, 500, 1000])
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--config", type=Path, help="config.json of a model that is traced instead")
+    parser.add_argument("--repeats", type=int, default=1, help="of a configured model")
+    parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)  # layers, in the process that measures them
     options = parser.parse_args()
+    if options.config is not None:
+        if options.alone is not None:
+            print(json.dumps(measure_configured(options.config, options.alone)))
+        else:
+            run_configured(options)
+        return
     # Importing the module registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -189,7 +189,7 @@ class PassPipeline:
         for graph in graphs:
             graph.cost = context.cost
             context.graphs[graph.phase] = graph
-        verifiers = {graph.phase: Verifier(graph, context) for graph in graphs}
+        verifiers = {graph.phase: Verifier(graph, context, snapshot=_latest(graph, context)) for graph in graphs}
         for p in self.passes:
             for graph in graphs:
                 if graph.phase not in p.runs_in():
@@ -205,14 +205,15 @@ class PassPipeline:
                     raise PassError(said, p.name, graph.phase) from error
                 seconds = time.perf_counter() - begin
                 graph.facts |= frozenset(p.provides)
+                stage = _stage(graph, context, p.name, seconds, summary)
                 begin = time.perf_counter()
                 try:
-                    verifiers[graph.phase].check(p.name)
+                    verifiers[graph.phase].check(p.name, stage.snapshot)
                 except VerificationError as error:
                     add_failed_stage(graph, context, p.name, str(error))
                     raise
-                verify_seconds = time.perf_counter() - begin
-                add_stage(graph, context, p.name, seconds, summary).verify_seconds = verify_seconds
+                stage.verify_seconds = time.perf_counter() - begin
+                _add(stage, graph, context)
         for graph in graphs:
             graph.module.recompile()
 
@@ -220,12 +221,29 @@ class PassPipeline:
 def add_stage(
     graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None, text: str | None = None
 ) -> Stage:
+    return _add(_stage(graph, context, name, seconds, summary, text), graph, context)
+
+
+def _stage(
+    graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None, text: str | None = None
+) -> Stage:
     begin = time.perf_counter()
-    stages = context.stages[graph.phase]
-    snapshot = Snapshot(graph.fx_graph, stages[next(reversed(stages))].snapshot if stages else None)
+    snapshot = _snapshot(graph, context)
     taken = time.perf_counter() - begin
-    stage = Stage(name, graph.phase, snapshot, graph.module, seconds, summary, snapshot_seconds=taken, text=text)
-    stages[name] = stage
+    return Stage(name, graph.phase, snapshot, graph.module, seconds, summary, snapshot_seconds=taken, text=text)
+
+
+def _snapshot(graph: Graph, context: PassContext) -> Snapshot:
+    return Snapshot(graph.fx_graph, _latest(graph, context))
+
+
+def _latest(graph: Graph, context: PassContext) -> Snapshot | None:
+    stages = context.stages[graph.phase]
+    return stages[next(reversed(stages))].snapshot if stages else None
+
+
+def _add(stage: Stage, graph: Graph, context: PassContext) -> Stage:
+    context.stages[graph.phase][stage.name] = stage
     stage.log()
     return stage
 

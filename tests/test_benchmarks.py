@@ -59,6 +59,18 @@ def test_pass_time_measures_every_default_pass_on_graphs_that_grow_by_a_layer() 
     assert all(pass_time.table(found).count(row.name) for row in found[0].rows)
 
 
+@pytest.mark.long
+def test_pass_time_traces_the_model_of_a_configuration() -> None:
+    pass_time = benchmark("pass_time")
+    config = FOLDER / "configs" / "llama_3_405b.json"
+    found = {layers: [pass_time.measure_configured(config, layers)] for layers in (3, 4)}
+    for (run,) in found.values():
+        assert 0 < run["trace"] < run["plan"]
+        assert run["passes"] > 0 and run["verifier"] > 0 and run["snapshots"] > 0
+    assert found[4][0]["nodes"] - found[3][0]["nodes"] >= 250, "nodes per layer"
+    assert "each further layer" in pass_time.table_of_configured(found)
+
+
 # On two ranks, without Inductor
 
 TINY = ["--device", "cpu", "--width", "16", "--heads", "2", "--vocab", "32", "--batch", "2", "--length", "8"]

@@ -9,6 +9,7 @@ from torch import fx
 
 import graph_fsdp
 from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
+from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.stage import Snapshot
 
 
@@ -37,6 +38,23 @@ def test_uses_of_buffers_are_those_of_alias_roots(reshard: bool) -> None:
         expected = {node: found for node in graph.nodes if (found := used[node].intersection(buffers))}
         found = graph.uses_of(buffers)
         assert buffers and found == expected and list(found) == list(expected)
+        executed = [n for n in graph.nodes if n.op == "call_function" and n.target in dialect.EXECUTED]
+        assert graph.calls_of(dialect.EXECUTED) == executed != []
+
+
+def test_calls_are_in_the_order_that_a_graph_has_been_given() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    calls = [graph.call_function(aten, (x,)) for aten in (torch.relu, torch.neg) * 4]
+    graph.output(x)
+    wrapped = Graph(fx.GraphModule({}, graph), "forward")
+    for order in (calls[::-1], calls[1::2] + calls[::2], calls[5:] + calls[:5]):
+        wrapped.reorder([x, *order, wrapped.output])
+        assert wrapped.calls_of({torch.relu, torch.neg}) == order
+    calls[0].target = torch.abs
+    graph.erase_node(calls[1])
+    assert wrapped.calls_of({torch.neg}) == [call for call in order if call in calls[3::2]]
+    assert calls[0] in wrapped.calls_of({torch.relu, torch.abs})
 
 
 def test_snapshots_share_what_did_not_change_and_keep_what_did() -> None:

@@ -11,6 +11,7 @@ import torch
 from models import GPT
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 import graph_fsdp
 from graph_fsdp import compat
@@ -81,6 +82,41 @@ def test_new_nodes_are_searched_for_symbolic_sizes_again_afterwards() -> None:
         with quick_graphs.arguments_unsearched():
             call()
     assert fx.graph.pytree is trees
+
+
+def test_copies_have_the_names_and_arguments_that_torch_gives_them() -> None:
+    names = ["x", "x_1", "a_1_2", "_1", "__1", "y_02", "y_2", "y", "if_1", "x_7"]
+    graphs = []
+    for _ in range(2):
+        graphs.append(fx.Graph())
+        for name in names:  # of two graphs, so that a third has some of them twice
+            graphs[-1].create_node("call_function", aten.neg.default, (1, [2, 3]), {}, name)
+
+    def copied() -> list[object]:
+        made = fx.Graph()
+        for graph in graphs:
+            for node in graph.nodes:
+                made.node_copy(node)
+        made.create_node("call_function", aten.neg.default, (), {}, "x")
+        made.create_node("call_function", aten.neg.default, (), {}, "y")
+        made.lint()
+        found = made.find_nodes(op="call_function", target=aten.neg.default)
+        assert found == list(made.nodes)
+        return [len(made.nodes), str(made), [(node.name, node.args, node.kwargs) for node in made.nodes]]
+
+    with compat.quick_copies():
+        quick = copied()
+    assert quick == copied()
+
+
+def test_leaves_of_arguments_are_those_that_torch_finds() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(
+        aten.cat.default, ([x, [x, 1], ()], slice(x, None), 2.0, "a", None), {"dim": [x], "b": x}
+    )
+    given = node.args, dict(node.kwargs)
+    assert quick_graphs.leaves_of(*given[0], **given[1]) == pytree.arg_tree_leaves(*given[0], **given[1])
 
 
 def test_what_a_node_reads() -> None:

@@ -49,5 +49,6 @@ from graph_fsdp.compat.joint_traces import without_joint_trace as without_joint_
 from graph_fsdp.compat.quick_graphs import arguments_of as arguments_of
 from graph_fsdp.compat.quick_graphs import arguments_unsearched as arguments_unsearched
 from graph_fsdp.compat.quick_graphs import inputs_of as inputs_of
+from graph_fsdp.compat.quick_graphs import parts_of as parts_of
 from graph_fsdp.compat.quick_graphs import quick_copies as quick_copies
 from graph_fsdp.compat.tensors import *

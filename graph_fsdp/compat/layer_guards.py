@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import enum
 import functools
+import operator
+import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._dynamo.source import TypeSource
-from torch._guards import Guard, Source
+from torch._guards import ChainedSource, Guard, Source
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -95,10 +99,33 @@ class Counterparts:
 
     def value(self, source: Source) -> Any:
         """Return the value of a source. Raises Differs if there is none."""
+        if source in self._values:
+            return self._values[source]
         try:
-            return source.get_value(self._globals, {}, self._values)
+            get = None
+            if isinstance(source, ChainedSource) and type(source).get_value is ChainedSource.get_value:
+                get = _getter(source._name_template)
+            if get is None:
+                return source.get_value(self._globals, {}, self._values)
+            found = get(self.value(cast(ChainedSource, source).base))
+        except Differs:
+            raise
         except Exception as error:
             raise Differs(f"{source.name} has no value") from error
+        self._values[source] = found
+        return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _getter(template: str) -> Callable[[Any], Any] | None:
+    """Return what a source takes of its base, an attribute or an item, by the template of its expression; None for any
+    other, which torch compiles each time that it evaluates it."""
+    if attribute := re.fullmatch(r"\{0\}\.([A-Za-z_]\w*)", template):
+        return operator.attrgetter(attribute[1])
+    if item := re.fullmatch(r"\{0\}\[([^{}]+)\]", template):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return operator.itemgetter(ast.literal_eval(item[1]))
+    return None
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,14 @@ def minimum_cut(graph: Any, source: Any, sink: Any) -> tuple[Any, tuple[set[Any]
     from which the sink can be reached in what is left of the capacities, which are the same for every maximum flow, and
     the sink can be reached from none that the source reaches.
     """
-    of_source, of_sink = _reached(graph.succ, source), _reached(graph.pred, sink)
+    following_of = dict(graph.adjacency())  # plain dicts, where ``adj`` is a view with a view for each node
+    of_source = _reached(following_of, source)
+    of_sink = _reached(dict(graph.reverse(copy=False).adjacency()), sink)
     if not of_source.isdisjoint(of_sink):
         raise networkx.NetworkXUnbounded("Infinite capacity path, flow unbounded above.")
     rest: dict[Any, _Free] = {}
     value = 0
-    for node, following in graph.adj.items():
+    for node, following in following_of.items():
         if node in of_sink:  # nothing of a flow comes back from the sink
             continue
         for other, edge in following.items():

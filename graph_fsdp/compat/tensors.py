@@ -13,7 +13,6 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -245,10 +244,11 @@ def fake_tensor(
 ) -> torch.Tensor:
     """Make a fake tensor without running an operator, in the memory of another (offset and strides in elements) or in
     its own, as FakeTensorMode makes the value of a call that it has seen before."""
-    with in_kernel_invocation_manager(mode):
-        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        if memory is not None:
-            meta.set_(memory.untyped_storage(), offset, shape, stride)
+    with torch._C._DisableTorchDispatch():  # no mode sees what is made on the meta device
+        if memory is None:
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(memory.untyped_storage(), offset, shape, stride)
     if device not in _FAKE:
         made: Any = FakeTensor(mode, meta, device)
         _FAKE[device] = made.fake_device, {name: value for name, value in vars(made).items() if name != "fake_mode"}
@@ -259,7 +259,8 @@ def fake_tensor(
     made = make(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=there)
     unsafe = mode._allow_unsafe_data_ptr_access
     (torch._C._set_warn_deprecated_on_mutable_data_ptr if unsafe else torch._C._set_throw_on_mutable_data_ptr)(made)
-    vars(made).update(attributes, fake_mode=mode)
+    vars(made).update(attributes)
+    made.fake_mode = mode
     return cast(torch.Tensor, made)
 
 

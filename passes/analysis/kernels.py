@@ -135,8 +135,11 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.FREE
     if known is Kind.KERNEL:
         return Kind.KERNEL
-    if any(_is_complex(n.meta.get("val")) for n in (node, *inputs_of(node))):
+    if _is_complex(node.meta.get("val")):
         return Kind.KERNEL
+    for source in inputs_of(node):
+        if _is_complex(source.meta.get("val")):
+            return Kind.KERNEL
     constant = known is None and not any(map(has_tensor, inputs_of(node)))
     return Kind.FUSIBLE if known is Kind.FUSIBLE or constant else Kind.KERNEL
 
@@ -218,16 +221,18 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
     """Return the work of every node. Linear in the graph."""
     nodes = graph.nodes
     work = {node: Work(kind_of(node)) for node in nodes}
+    executed = set(graph.calls_of(dialect.EXECUTED))
     roots = _roots(work)
-    kernels = _fusion_groups(work, roots) if fused else {node: node for node in nodes}
+    kernels = _fusion_groups(work, roots, executed) if fused else {node: node for node in nodes}
     launched: set[fx.Node] = set()
     used_outside: set[fx.Node] = set()
     left: dict[tuple[fx.Node, fx.Node], int] = {}  # bytes of a value that a kernel has not read yet
     sizes = _Sizes()
     flops: dict[Hashable, int] = {}
+    ordinary: dict[int, bool] = {}  # by the operator's identity: to hash one is a call of Python's
     for node, mine in work.items():
         if mine.kind is Kind.FREE:
-            if node.op == "output" or node.target in dialect.EXECUTED:
+            if node in executed or node.op == "output":
                 used_outside.update(roots[source] for source in inputs_of(node))
             continue
         kernel = kernels[node]
@@ -235,8 +240,10 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
         launched.add(kernel)
         if mine.kind is Kind.KERNEL:
             _describe_kernel(node, mine, flops)
-        is_ordinary = _is_ordinary(node.target)
-        for source, most in _reads(node, sizes) if not is_ordinary else ((n, sizes[n]) for n in inputs_of(node)):
+        is_ordinary = ordinary.get(id(node.target))
+        if is_ordinary is None:
+            is_ordinary = ordinary[id(node.target)] = _is_ordinary(node.target)
+        for source, most in _reads(node, sizes) if not is_ordinary else [(n, sizes[n]) for n in inputs_of(node)]:
             root = roots[source]
             if kernels[root] is kernel:
                 continue
@@ -291,9 +298,11 @@ def _roots(work: dict[fx.Node, Work]) -> dict[fx.Node, fx.Node]:
     return roots
 
 
-def _fusion_groups(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return for each node the one that stands for its kernel."""
-    levels = _levels(work, roots)
+def _fusion_groups(
+    work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node], executed: set[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Return for each node the one that stands for its kernel. ``executed``: what the executor runs itself."""
+    levels = _levels(work, roots, executed)
     first = {node: node for node in work}  # another of the same kernel, which leads to the one that stands for it
 
     def kernel(node: fx.Node) -> fx.Node:
@@ -301,36 +310,45 @@ def _fusion_groups(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> 
             first[node] = node = first[other]
         return node
 
+    fusible = Kind.FUSIBLE
     for node, mine in work.items():
-        for source in inputs_of(node) if mine.kind is Kind.FUSIBLE else ():
-            root = roots[source]
-            if work[root].kind is Kind.FUSIBLE and levels[root] == levels[node]:
-                first[kernel(node)] = kernel(root)
-    return {node: kernel(node) for node in work}
+        if mine.kind is fusible:
+            level = levels[node]
+            for source in inputs_of(node):
+                root = roots[source]
+                if work[root].kind is fusible and levels[root] == level:
+                    first[kernel(node)] = kernel(root)
+    return {node: node if other is node else kernel(node) for node, other in first.items()}
 
 
-def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node], executed: set[fx.Node]) -> dict[fx.Node, int]:
     """Count for each node the kernels before it: of a kernel or a collective, on the longest path to it; of a fusible
     node, as many as its first use allows, since what backward recomputes is computed where it is used."""
     levels: dict[fx.Node, int] = {}
     behind: dict[fx.Node, int] = {}  # the level of what reads a node
     ends_fusion: set[fx.Node] = set()
+    free, fusible, alone = Kind.FREE, Kind.FUSIBLE, Kind.KERNEL
     for node, mine in work.items():
-        levels[node] = level = max([behind[roots[source]] for source in inputs_of(node)], default=0)
-        if mine.kind is Kind.KERNEL or (mine.kind is Kind.FREE and node.target in dialect.EXECUTED):
+        level = 0
+        for source in inputs_of(node):
+            level = max(level, behind[roots[source]])
+        levels[node] = level
+        if mine.kind is alone or (mine.kind is free and node in executed):
             ends_fusion.add(node)
             level += 1
         behind[node] = level
     latest: dict[fx.Node, int] = {}
     for node in reversed(work):
-        fusible = work[node].kind is Kind.FUSIBLE
-        if fusible:
-            levels[node] = latest.get(node, levels[node])
-        if fusible or node in ends_fusion:
+        if work[node].kind is fusible:
+            levels[node] = level = latest.get(node, levels[node])
+        elif node in ends_fusion:
             level = levels[node]
-            for source in inputs_of(node):
-                root = roots[source]
-                latest[root] = min(latest.get(root, level), level)
+        else:
+            continue
+        for source in inputs_of(node):
+            root = roots[source]
+            if latest.get(root, level) >= level:
+                latest[root] = level
     return levels
 
 

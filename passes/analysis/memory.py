@@ -277,7 +277,7 @@ class _Lifetimes:
         self._inputs: dict[int, GraphStorage] = {}
         self._elements: dict[fx.Node, dict[Any, list[GraphStorage]]] = {}
         for node, index in self._positions.items():
-            for source in [*node.all_input_nodes, *_sent_until(node)]:
+            for source in [*compat.inputs_of(node), *_sent_until(node)]:
                 region_end = self._positions[next_executed[source]] - 1
                 until = min(index, region_end) if self._is_element(node) else index
                 for storage in self.of[source]:

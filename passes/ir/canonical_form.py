@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.compat import inputs_of
 from graph_fsdp.passes.ir import dialect
 
 _NAMESPACES = frozenset({"aten", "prims", "graph_fsdp"})
@@ -62,18 +63,34 @@ def describe_call(node: fx.Node) -> Hashable:
         raise NotDescribed
     if target._schema.is_mutable and target not in dialect.EXECUTED:  # may change sizes or storages of its inputs
         raise NotDescribed
-    if _is_symbolic((node.args, tuple(node.kwargs.values()))):
-        raise NotDescribed
-    values = {n: describe_value(n.meta["val"], storage=True) for n in node.all_input_nodes}
-    parts, _ = canonical_form(values, [node], values.get)
+    names = {source: number for number, source in enumerate(inputs_of(node))}
+    given = dialect.with_parameter(target, node.args, "")
+    described = [_describe_argument(argument, names) for argument in given]
+    named = [(name, _describe_argument(argument, names)) for name, argument in node.kwargs.items()]
+    values = [describe_value(source.meta["val"], storage=True) for source in names]
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu")]
-    return (parts, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
+    state = torch.is_grad_enabled(), torch.get_default_dtype(), *autocast
+    return target, tuple(described), tuple(named), tuple(values), state
 
 
-def _is_symbolic(argument: Any) -> bool:
+# Types of arguments of which equal ones are the same.
+_EXACT = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+def _describe_argument(argument: Any, names: dict[fx.Node, int]) -> Hashable:
+    kind = type(argument)
+    if kind is fx.Node:
+        return fx.Node, names[argument]
+    if kind in _EXACT:
+        return kind, argument
     if isinstance(argument, (tuple, list)):
-        return any(map(_is_symbolic, argument))
-    return isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        return (list if isinstance(argument, list) else tuple), *[_describe_argument(item, names) for item in argument]
+    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise NotDescribed
+    return kind, repr(fx.map_arg(argument, lambda source: _Name(names[source])))
+
+
+_INTEGERS = frozenset({int})
 
 
 def describe_value(value: Any, *, storage: bool = False) -> Hashable:
@@ -89,7 +106,7 @@ def describe_value(value: Any, *, storage: bool = False) -> Hashable:
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     if storage:
         sizes = (*sizes, value.untyped_storage().nbytes())
-    if any(type(size) is not int for size in sizes):
+    if not _INTEGERS.issuperset(map(type, sizes)):
         raise NotDescribed("of symbolic size")
     if value.constant is not None or value.is_conj() or value.is_neg():
         raise NotDescribed("a constant, or a view that is conjugated or negated when it is read")

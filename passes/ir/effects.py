@@ -21,6 +21,7 @@ _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.ge
 
 
 _Places = tuple[tuple[int, str], ...]  # (position, name) of arguments
+_ANYWHERE: _Places = ((-1, ""),)  # in any argument: of a higher-order operator
 
 
 @functools.cache
@@ -28,6 +29,8 @@ def memory_effects(target: Any) -> tuple[_Places, _Places]:
     """Return the arguments whose memory an operator's value may share, and those that it writes to (cached)."""
     if target in _UNANNOTATED_VIEWS:
         return ((0, ""),), ()
+    if isinstance(target, compat.HigherOrderOperator):
+        return _ANYWHERE, ()
     schema = getattr(target, "_schema", None)
     if schema is None:
         return (), ()
@@ -55,9 +58,10 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs whose memory the value may share, by the schema; all of a higher-order operator."""
     if node.op != "call_function":
         return []
-    if isinstance(node.target, compat.HigherOrderOperator):
-        return list(node.all_input_nodes)
-    return _nodes_at(node, memory_effects(node.target)[0])
+    aliased = memory_effects(node.target)[0]
+    if not aliased:
+        return []
+    return node.all_input_nodes if aliased is _ANYWHERE else _nodes_at(node, aliased)
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
@@ -70,7 +74,7 @@ def is_view(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     aliased, mutated = memory_effects(node.target)
-    if not aliased or not _nodes_at(node, aliased) or isinstance(node.target, compat.HigherOrderOperator):
+    if not aliased or aliased is _ANYWHERE or not _nodes_at(node, aliased):
         return False
     return not mutated or not _nodes_at(node, mutated) or node.target in dialect.WAITS
 

@@ -34,8 +34,12 @@ def evaluate(node: fx.Node) -> Any:
 
 def fake_mode_of(nodes: Iterable[fx.Node]) -> Any:
     """Return the fake mode of the values of nodes, None where none of them is a fake tensor."""
-    values = iterate_tensors([node.meta.get("val") for node in nodes])
-    return next((value.fake_mode for value in values if isinstance(value, compat.FakeTensor)), None)
+    for node in nodes:
+        value = node.meta.get("val")
+        for tensor in (value,) if isinstance(value, torch.Tensor) else iterate_tensors(value):
+            if isinstance(tensor, compat.FakeTensor):
+                return tensor.fake_mode
+    return None
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:

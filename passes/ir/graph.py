@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import networkx as nx
 from torch import fx
 
-from graph_fsdp.compat import HigherOrderOperator, inputs_of
+from graph_fsdp.compat import HigherOrderOperator
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, is_view, mutated_inputs
@@ -158,10 +158,15 @@ class Graph:
         nodes, key = self.fx_graph.nodes, dialect.RECORD
         return [node for node in nodes if (record := node.meta.get(key)) is not None and record.role in roles]
 
+    def calls_of(self, targets: Collection[Any]) -> list[fx.Node]:
+        """Return the calls of these operators in graph order, without a walk of the graph."""
+        find = self.fx_graph.find_nodes
+        return sorted(node for target in targets for node in find(op="call_function", target=target, sort=False))
+
     @property
     def starts(self) -> list[fx.Node]:
         """Return the nodes that start collectives, in graph order."""
-        return [node for node in self.fx_graph.nodes if node.op == "call_function" and node.target in dialect.STARTS]
+        return self.calls_of(dialect.STARTS)
 
     @property
     def collectives(self) -> list[tuple[str, str]]:
@@ -220,10 +225,10 @@ class Graph:
         """Find for each node the next call of one of these operators behind it, or the output. Compute regions are cut
         at ``dialect.COMMUNICATION`` anyway."""
         found: dict[fx.Node, fx.Node] = {}
-        upcoming = self.output
+        upcoming, calls = self.output, set(self.calls_of(targets))
         for node in reversed(self.fx_graph.nodes):
             found[node] = upcoming
-            if node.target in targets:
+            if node in calls:
                 upcoming = node
         return found
 
@@ -241,19 +246,22 @@ class Graph:
     def uses_of(self, buffers: Collection[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
         """Find for each node which of these buffers it reads, writes or returns, itself or a view of it; those that use
         one alone, in graph order. ``alias_roots`` of all values costs several times as much. Linear in the graph."""
-        held: dict[fx.Node, frozenset[fx.Node]] = {}  # node → buffers that its value may lie in
-        found: dict[fx.Node, frozenset[fx.Node]] = {}
-        for node in self.fx_graph.nodes:
-            aliased = []
-            if not held.keys().isdisjoint(inputs_of(node)):
-                uses = [held[source] for source in inputs_of(node) if source in held]
-                found[node] = uses[0] if len(uses) == 1 else frozenset().union(*uses)
-                aliased = [held[source] for source in aliased_inputs(node) if source in held]
-            if node in buffers and (isinstance(node.target, HigherOrderOperator) or not aliased_inputs(node)):
-                aliased.append(frozenset({node}))
-            if aliased:
-                held[node] = aliased[0] if len(aliased) == 1 else frozenset().union(*aliased)
-        return found
+        uses: dict[fx.Node, list[fx.Node]] = {}
+        for buffer in buffers:
+            if aliased_inputs(buffer) and not isinstance(buffer.target, HigherOrderOperator):
+                continue  # it lies in what it is given
+            held, seen = [buffer], {buffer}
+            for node in held:  # which grows
+                for user in node.users:
+                    of_user = uses.setdefault(user, [])
+                    if not of_user or of_user[-1] is not buffer:
+                        of_user.append(buffer)
+                    if user not in seen and node in aliased_inputs(user):
+                        seen.add(user)
+                        held.append(user)
+        one = {buffer: frozenset({buffer}) for buffer in buffers}
+        found = ((node, uses[node]) for node in self.fx_graph.nodes if node in uses)
+        return {node: one[roots[0]] if len(roots) == 1 else frozenset(roots) for node, roots in found}
 
     def dependencies(self) -> nx.DiGraph:
         """Build the dependency DAG: an edge from a node to each node that must come after it.

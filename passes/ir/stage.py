@@ -10,6 +10,7 @@ import logging
 import operator
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,8 +41,7 @@ class Snapshot:
     """
 
     def __init__(self, graph: fx.Graph, before: Snapshot | None = None) -> None:
-        known = {entry[0]: entry for entry in before.entries} if before is not None else {}
-        self.entries: list[_Entry] = [_entry(node, known.get(node)) for node in graph.nodes]
+        self.entries: list[Entry] = _entries(graph, before.entries if before is not None else ())
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -57,19 +57,24 @@ class Snapshot:
         return graph
 
 
-_Entry = tuple[fx.Node, str, Any, tuple[Any, ...], dict[str, Any], str, dict[str, Any]]
+Entry = tuple[fx.Node, str, Any, tuple[Any, ...], dict[str, Any], str, dict[str, Any]]
 
 
-def _entry(node: fx.Node, before: _Entry | None) -> _Entry:
-    """Describe a node; if it is as it was ``before``, by that very entry."""
-    args, kwargs = compat.arguments_of(node)
-    now = node.meta
-    if before is not None and before[3] is args and before[4] is kwargs:
-        _, op, target, _, _, name, meta = before
-        same = target is node.target and name == node.name and op == node.op and meta.keys() == now.keys()
-        if same and all(map(operator.is_, meta.values(), map(now.__getitem__, meta))):
-            return before
-    return (node, node.op, node.target, args, kwargs, node.name, now.copy())
+def _entries(graph: fx.Graph, before: Iterable[Entry]) -> list[Entry]:
+    """Describe each node; one that is as it was ``before``, by that very entry."""
+    known = {entry[0]: entry for entry in before}
+    found = []
+    for node in graph.nodes:
+        entry = known.get(node)
+        op, target, args, kwargs, name, now = compat.parts_of(node)
+        if entry is not None and entry[3] is args and entry[4] is kwargs and entry[2] is target:
+            meta = entry[6]
+            same = name == entry[5] and op == entry[1] and [*meta] == [*now]
+            if same and all(map(operator.is_, meta.values(), now.values())):
+                found.append(entry)
+                continue
+        found.append((node, op, target, args, kwargs, name, now.copy()))
+    return found
 
 
 @dataclass

@@ -38,7 +38,7 @@ class CopiedValues:
 
     def set(self, node: fx.Node, copy: fx.Node) -> bool:
         """Set the value of a copy of a trace's ``node``, and say whether it is laid out as the first copy is."""
-        reads = [self._description(source) for source in copy.all_input_nodes]
+        reads = [self._description(source) for source in compat.inputs_of(copy)]
         first = self._first.get(node)
         if first is not None and first.again is not None and None not in reads and reads == first.reads:
             copy.meta["val"] = first.again(copy)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_fsdp.compat import OpOverload
+from graph_fsdp.compat import OpOverload, inputs_of
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
@@ -73,7 +73,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         node = stack.pop()
         if node not in found and node.op != "placeholder":
             found.add(node)
-            stack += node.all_input_nodes
+            stack += inputs_of(node)
     return found
 
 
@@ -83,7 +83,7 @@ def computed_of(
     """Return the sources among ``nodes``, in the graph's order, and what is computed of them alone and ``joins``."""
     found: set[fx.Node] = set()
     for node in nodes:
-        inputs = node.all_input_nodes
+        inputs = inputs_of(node)
         if is_source(node) or (inputs and found.issuperset(inputs) and joins(node)):
             found.add(node)
     return found
@@ -93,7 +93,7 @@ def reached_from(graph: Graph, sources: Iterable[fx.Node], ends: Collection[Any]
     """Return the sources, and what is computed of them and of other values; calls of ``ends`` are not followed."""
     found = set(sources)
     for node in graph.fx_graph.nodes:
-        if node.op != "output" and node.target not in ends and not found.isdisjoint(node.all_input_nodes):
+        if not found.isdisjoint(inputs_of(node)) and node.op != "output" and node.target not in ends:
             found.add(node)
     return found
 

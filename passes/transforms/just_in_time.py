@@ -54,7 +54,7 @@ def _before_uses(graph: Graph) -> list[fx.Node]:
     for root in (*roots, graph.output):
         stack = [root]
         while stack:
-            missing = [i for i in stack[-1].all_input_nodes if i not in order]
+            missing = [i for i in inputs_of(stack[-1]) if i not in order]
             if stack[-1] in order or not missing:
                 order[stack.pop()] = None
             else:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from graph_fsdp.compat import arguments_of, inputs_of
+from graph_fsdp.compat import inputs_of
 from graph_fsdp.passes.context import PassContext, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
@@ -21,9 +21,11 @@ from graph_fsdp.passes.ir.fake_values import VALUES, kind
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import argument, arguments, operand
 from graph_fsdp.passes.ir.spec import BucketSpec
+from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.transforms.bucket import is_unreplicated
 from graph_fsdp.passes.transforms.reshard import scale_of
 from graph_fsdp.passes.transforms.slots import Lifetime, lifetimes
+from graph_fsdp.passes.verify.proven import Proven
 
 _GATHER_INVARIANT = "a gathered bucket has its own layout"
 _KEPT_INVARIANT = "a kept shard has its bucket's layout"
@@ -32,12 +34,21 @@ _CUSTOM_INVARIANT = "collectives are those that the user has set"
 
 class Verifier:
     """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since.
-    ``reduced``: the parameters whose gradients it reduces; None for those that it reduces now."""
+    ``reduced``: the parameters whose gradients it reduces; None for those that it reduces now. ``snapshot``: of the
+    graph as it is, taken here where there is none."""
 
-    def __init__(self, graph: Graph, context: PassContext, reduced: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        context: PassContext,
+        reduced: set[str] | None = None,
+        *,
+        snapshot: Snapshot | None = None,
+    ) -> None:
         self.graph, self.context = graph, context
-        self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
-        self.outputs = _output_values(graph)
+        self.entries = (snapshot or Snapshot(graph.fx_graph)).entries
+        self.proven = Proven(self.entries)
+        self.outputs = self.proven.kinds(graph.outputs)
         if reduced is None:
             reduced = {dialect.parameter_of(n) for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad}
         self.reduced = reduced
@@ -47,8 +58,10 @@ class Verifier:
             if isinstance(value, fx.Node) and value.target is dialect.reduce_grad
         }
 
-    def check(self, pass_name: str) -> None:
+    def check(self, pass_name: str, snapshot: Snapshot | None = None) -> None:
         self.pass_name = pass_name
+        self.entries = (snapshot or Snapshot(self.graph.fx_graph)).entries
+        self.nodes = [entry[0] for entry in self.entries]
         self._topological()
         if self.graph.phase == "capture":
             return
@@ -68,39 +81,35 @@ class Verifier:
 
     def _topological(self) -> None:
         seen, body = set[fx.Node](), False
-        self.recorded: list[tuple[fx.Node, dialect.NodeRecord]] = []
-        for node in self.graph.fx_graph.nodes:
-            for source in inputs_of(node):
-                if source not in seen:
-                    is_wait = source.target in dialect.WAITS
-                    invariant = "a buffer is used after its wait" if is_wait else "the order is topological"
-                    self._fail(invariant, node, f"{node} uses {source} before it exists")
-            if node.op != "placeholder":
+        self.recorded: dict[fx.Node, dialect.NodeRecord] = {}
+        for node, op, _, _, _, _, meta in self.entries:
+            if not seen.issuperset(inputs_of(node)):
+                source = next(source for source in inputs_of(node) if source not in seen)
+                is_wait = source.target in dialect.WAITS
+                invariant = "a buffer is used after its wait" if is_wait else "the order is topological"
+                self._fail(invariant, node, f"{node} uses {source} before it exists")
+            if op != "placeholder":
                 body = True
             elif body:
                 self._fail("inputs come first", node, f"input {node} stands among the operators")
-            if (found := record(node)) is not None:
-                self.recorded.append((node, found))
+            if (found := meta.get(dialect.RECORD)) is not None:
+                self.recorded[node] = found
             seen.add(node)
 
     def _with_role(self, *roles: Role) -> list[fx.Node]:
         """Return the nodes of these roles, in graph order."""
-        return [node for node, found in self.recorded if found.role in roles]
+        return [node for node, found in self.recorded.items() if found.role in roles]
 
     def _values(self) -> None:
         """Shapes, dtypes and devices agree with the fake tensors of nodes that were edited, or whose inputs were."""
-        changed: set[fx.Node] = set()
-        for node in self.graph.fx_graph.nodes:
-            signature = self.proven.get(node)
-            edited = signature is None or not _is_of(signature, node)
-            if (edited or not changed.isdisjoint(inputs_of(node))) and node.op == "call_function":
-                if "val" not in node.meta:
+        due = self.proven.edited(self.entries)
+        for node in self.nodes if due else ():
+            if node in due and node.op == "call_function":
+                meta = node.meta
+                if "val" not in meta:
                     self._fail("every node has a fake value", node, f"{node} has no meta['val']")
-                if all("val" in i.meta for i in node.all_input_nodes):
+                if all("val" in i.meta for i in inputs_of(node)):
                     self._value(node)
-            if edited:
-                changed.add(node)
-                self.proven[node] = _signature(node)
 
     def _value(self, node: fx.Node) -> None:
         invariant = "shapes, dtypes and devices agree with the fake tensors"
@@ -119,7 +128,7 @@ class Verifier:
         count = self.context.forward_outputs
         expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
         expected = [*expected, *(kind(node.meta["val"]) for node in self.graph.given.values())]
-        found = _output_values(self.graph)
+        found = self.proven.kinds(self.graph.outputs)
         invariant, output = "the graph returns what it returned", self.graph.output
         if len(found) != len(expected):
             self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
@@ -139,8 +148,7 @@ class Verifier:
     def _buffers(self) -> None:
         """Each buffer is started, waited for and freed once, behind its last use through any alias."""
         freed_due = "freed" in self.graph.facts
-        calls = (node for node in self.graph.fx_graph.nodes if node.op == "call_function")
-        starts = dict.fromkeys(node for node in calls if node.target in dialect.TRANSFER_STARTS)
+        starts = dict.fromkeys(self.graph.calls_of(dialect.TRANSFER_STARTS))
         # A collective that works in place starts on the buffer of another.
         own = (start for start in starts if not aliased_inputs(start))
         buffers = dict.fromkeys((*self._with_role(Role.KEPT), *own))
@@ -150,8 +158,8 @@ class Verifier:
         gathered: dict[str, fx.Node] = {}
         if bare := next((start for start in starts if record(start) is None), None):
             self._fail("collectives carry a record", bare, f"{bare} has no meta['fsdp']")
-        for node in self.graph.fx_graph.nodes:
-            found = record(node)
+        for node in self.nodes:
+            found = self.recorded.get(node)
             if found is None and node not in uses:
                 continue
             if found is not None:
@@ -298,7 +306,7 @@ class Verifier:
             if not gather.escapes:
                 ends[gather.free or [gather.buffer, *gather.reads][-1]] += gather.nbytes
         live = 0
-        for node in self.graph.fx_graph.nodes:
+        for node in self.nodes:
             live += starts.get(node, 0)
             if live > budget and node.target is dialect.all_gather_start:
                 wrong = f"{live:,} bytes are gathered at once, the budget is {budget:,}"
@@ -350,8 +358,9 @@ class Verifier:
             return
         invariant = "each gradient is reduced once over each group"
         over: dict[fx.Node, tuple[str, ...]] = {}
-        for node in self.graph.fx_graph.nodes:
-            if record(node) is None and over.keys().isdisjoint(inputs_of(node)):
+        behind: set[fx.Node] = set()  # what reads nodes of ``over``
+        for node in self.nodes:
+            if node not in behind and node not in self.recorded:
                 continue
             sources = [over[source] for source in inputs_of(node) if source in over]
             groups = tuple(dict.fromkeys(itertools.chain.from_iterable(sources)))
@@ -367,6 +376,7 @@ class Verifier:
                     self._fail(invariant, node, f"the gradient of {names[0]} is not reduced over {missing}", names)
             if groups:
                 over[node] = groups
+                behind.update(node.users)
 
     def _due(self, node: fx.Node) -> tuple[str, ...]:
         """Return the groups over which the gradients of a node are to be reduced."""
@@ -384,17 +394,3 @@ class Verifier:
                 start = next(itertools.islice(self.graph.starts, index, None), None)
                 wrong = f"entry {index} is {found}, planned was {due}"
                 self._fail("the sequence of collectives is the plan's", start, wrong)
-
-
-def _signature(node: fx.Node) -> tuple[Any, ...]:
-    return (node.target, *arguments_of(node), node.meta.get("val"))
-
-
-def _is_of(signature: tuple[Any, ...], node: fx.Node) -> bool:
-    """Say whether a node is as it was when it had this signature."""
-    target, args, kwargs, value = signature
-    return value is node.meta.get("val") and target == node.target and (args, kwargs) == arguments_of(node)
-
-
-def _output_values(graph: Graph) -> list[Any]:
-    return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in graph.outputs]
