@@ -13,7 +13,6 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental import symbolic_shapes
@@ -182,13 +181,6 @@ def is_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
-
-
-# A leaf that is among the sources of each node of autograd whose other sources are shards. It never gets a gradient,
-# and nobody can ask for one: a backward that runs its ``AccumulateGrad`` runs those of all leaves.
-with torch.inference_mode(False):
-    LEAF_OF_ALL = torch.zeros((), device="cpu", requires_grad=True)
-NODE_OF_ALL = get_gradient_edge(LEAF_OF_ALL).node
 
 
 class _Own:

@@ -14,6 +14,16 @@ from graph_fsdp import compat
 from graph_fsdp.parameters.sharded import ShardedParameter
 
 
+@functools.cache
+def leaf_of_all() -> tuple[Tensor, Any]:
+    """Return a leaf that is among the sources of each node of autograd whose other sources are shards, and its
+    ``AccumulateGrad``. It never gets a gradient, and nobody can ask for one: a backward that runs its node runs those
+    of all leaves."""
+    with compat.without_dispatch_modes(), torch.inference_mode(False):
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        return leaf, torch.autograd.graph.get_gradient_edge(leaf).node
+
+
 def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
     """Return the padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
     trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
@@ -25,7 +35,7 @@ def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
             if p.hooks != hooks and not compat.has_accumulator(p.shard) and not compat.has_hooks(p.shard):
                 p.hooks = hooks
         inputs, add = [p.input for p in trained], functools.partial(_accumulate, trained)
-        shards = Linked.apply(inputs, add, *shards, compat.LEAF_OF_ALL)
+        shards = Linked.apply(inputs, add, *shards, leaf_of_all()[0])
     if len(trained) == len(parameters):
         return list(shards)
     linked = iter(shards)
@@ -58,11 +68,11 @@ def _accumulate(
 ) -> list[Tensor | None]:
     """Add gradients of padded local shards to the ``grad`` of their parameters. Return those that autograd is to add,
     which takes it several times as long: they have hooks, or ``torch.autograd.grad`` wants them."""
-    left: list[Tensor | None] = [None] * (len(grads) + 1)  # of ``LEAF_OF_ALL``, too
+    left: list[Tensor | None] = [None] * (len(grads) + 1)  # of ``leaf_of_all``, too
     sums: list[Tensor] = []
     added: list[Tensor] = []
     hooks, adds = compat.hooks_of_others(), not torch.is_grad_enabled()  # unlike with ``create_graph``
-    runs_all = adds and compat.is_run(compat.NODE_OF_ALL)
+    runs_all = adds and compat.is_run(leaf_of_all()[1])
     nodes: Sequence[tuple[Any, int]] = ()
     for index, (p, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None:
