@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, list[tuple[str, str]]] = {
     "starts of gathers, but for the call": [("runtime/frame.py", "start_gather")],
     "packing of gradients": [("comm/collectives.py", "pack_gradients")],
     "starts of reductions, but for these two": [("runtime/frame.py", "start_reduction")],
-    "unpacking": [("comm/unpacking.py", "__call__")],
+    "unpacking": [("comm/collectives.py", "unpack")],
     "waits, but for unpacking": [("runtime/frame.py", "wait")],
     "views of reduced gradients": [("regions/regions.py", "run")],
     "gradients to `.grad`": [("parameters/gradients.py", "_accumulate")],

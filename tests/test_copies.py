@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graph_fsdp
 from graph_fsdp.passes import Role
 from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.runtime.comm import collectives
 from graph_fsdp.runtime.comm.collectives import (
     Gather,
     mean_of,
@@ -27,7 +28,6 @@ from graph_fsdp.runtime.comm.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from graph_fsdp.runtime.comm.unpacking import Unpacking
 
 Compared = Callable[[], dict[str, tuple[Tensor, Tensor]]]
 WIDTH, RANKS = 1024, 8
@@ -280,40 +280,13 @@ def test_shards_are_cast_to_where_they_are_gathered_and_nowhere_else() -> None:
     assert ran.allocated == [RANKS * 32, RANKS * 16], "the bucket and what is to be unpacked"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
-@pytest.mark.parametrize("begin", [0, 1, 16])
-def test_small_pieces_are_copied_by_places_of_units(dtype: torch.dtype, begin: int) -> None:
-    """The same bits, also of a buffer that does not lie at multiples of a unit, where pieces are copied."""
-    message = GatherLayout.make([16, 32, 48], [16, 3, 32], 80, RANKS, [0, 16, 16, 64]).messages[1]
-    unpacking = Unpacking(message, RANKS, dtype, torch.device("cpu"))
-    assert (unpacking.places is None) == any(size * dtype.itemsize % 16 for size in message.splits)
-    landing = torch.randint(256, (RANKS * 64 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-    buffer = torch.zeros(begin + RANKS * 80, dtype=dtype)[begin:]
-    for _ in range(2):
-        unpacking(landing, buffer)
-        pieces = landing.view(RANKS, 64).split(message.splits, 1)
-        expected = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)
-        assert torch.equal(buffer[RANKS * 16 :].contiguous().view(torch.uint8), expected)
-        assert not buffer[: RANKS * 16].any()
-        buffer.zero_()
-
-
-def test_places_of_units_are_few_and_held_once() -> None:
-    layouts = [GatherLayout.make([0, 16], [16, 16], 32 * size, RANKS) for size in (1, 1, 2**20)]
-    first, equal, large = (Unpacking(i.messages[0], RANKS, torch.float32, torch.device("cpu")) for i in layouts)
-    assert first.places is equal.places is not None and large.places is None
-    assert first.places.nbytes == RANKS * 32 * torch.float32.itemsize // 4
-    on_device = Unpacking(layouts[0].messages[0], RANKS, torch.float32, torch.device("meta"))
-    assert on_device.places is None, "which copies all pieces in one kernel"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_what_is_unpacked_is_written_to_its_own_places(dtype: torch.dtype) -> None:
     message = GatherLayout.make([0, 18, 24], [16, 3, 5], 48, RANKS, [0, 16, 16, 16]).messages[1]
     landing = torch.arange(RANKS * 16).to(dtype)
     slot = torch.zeros(1 + RANKS * 48, dtype=dtype)
     buffer = slot[1:]
-    Unpacking(message, RANKS, dtype, landing.device)(landing, buffer)
+    collectives.unpack(landing, buffer, message, RANKS)
     ranks = landing.view(RANKS, 16)
     for offset, numel in [(18, 3), (24, 5)]:
         parameter = ranks[:, offset - 16 : offset - 16 + numel].reshape(-1)
@@ -334,7 +307,7 @@ def test_a_buffer_is_unpacked_as_each_message_says() -> None:
             message = layout.messages[0]
             landing = torch.randn(world * message.numel)
             buffer.zero_()
-            Unpacking(message, world, landing.dtype, landing.device)(landing, buffer)
+            collectives.unpack(landing, buffer, message, world)
             pieces = landing.view(world, -1).split(message.splits, 1)
             expected = torch.cat([piece.reshape(-1) for piece in pieces])
             assert torch.equal(buffer[: len(expected)], expected) and not buffer[len(expected) :].any()

@@ -245,7 +245,7 @@ class Engine:
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
         refuse_backward(module, parameters)
-        warn_of_writes(module, parameters)
+        warn_of_writes(module, parameters, self.python_reads.versions)
         names = tuple(p.spec.name for p in parameters.values())
         self._traced.append(traced := TracedGraph(module, parameters, self.storage))
         traced.programs[names] = self._compile_with(key, cause, module, list(example_inputs), parameters)

@@ -52,7 +52,7 @@ class PythonReads:
         self._units: dict[str, tuple[int, ...]] = {}
         self._programs: dict[tuple[Settings, str, bool, tuple[bool, ...]], Callable[..., Any]] = {}
         self._leaves: dict[str, Any] = {}  # autograd's nodes of placeholders, which live as long as someone has them
-        self._versions: dict[str, int] = {}  # of the placeholders, as they were found
+        self.versions: dict[str, int] = {}  # of the placeholders that were whole, as they were found
         self._watches = not fullgraph and engine.backend.name != "xla"
         self._awaited = -1  # the backward whose end is awaited, by number
 
@@ -119,7 +119,7 @@ class PythonReads:
                 for p, empty in zip(self._members[unit], before, strict=True):
                     p.placeholder.data = empty
                     # An operator that autograd has saved the parameter for must find that it is gone.
-                    compat.set_version(p.placeholder, self._versions[p.spec.name] + 1)
+                    compat.set_version(p.placeholder, self.versions[p.spec.name] + 1)
 
     def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that a checkpoint computes again in backward, with placeholders as in forward."""
@@ -157,7 +157,7 @@ class PythonReads:
             empty = [p.placeholder.data for p in members]
             for p, value in zip(members, values, strict=True):
                 p.placeholder.data = value.detach()
-                compat.set_version(p.placeholder, self._versions.setdefault(p.spec.name, p.placeholder._version))
+                compat.set_version(p.placeholder, self.versions.setdefault(p.spec.name, p.placeholder._version))
         self._whole[unit] = list(values), empty
         if self._engine.storage.active:
             self._units[unit] = self._shard_versions(unit)
@@ -193,7 +193,7 @@ class PythonReads:
         """Watch for gradients of placeholders, and restore the versions under which autograd has saved them."""
         parameters = self._engine.storage.parameters
         with compat.without_torch_function():
-            for name, version in self._versions.items():
+            for name, version in self.versions.items():
                 compat.set_version(parameters[name].placeholder, version)
             for name, p in parameters.items() if self._grad else ():
                 if p.placeholder.grad is not None:  # of a backward that raised
@@ -228,7 +228,7 @@ class PythonReads:
         for unit in self._whole:
             for p in self._members[unit]:
                 with compat.without_torch_function():
-                    written = p.placeholder._version != self._versions[p.spec.name]
+                    written = p.placeholder._version != self.versions[p.spec.name]
                 if written:
                     raise UnsupportedError(
                         f"parameter {p.spec.name!r} was written by code outside of graphs in the model's forward, "

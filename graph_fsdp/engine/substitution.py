@@ -10,7 +10,7 @@ combination has programs of its own, made of one trace. See docs/decisions/traci
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -50,19 +50,16 @@ def refuse_backward(module: fx.GraphModule, parameters: Mapping[int, ShardedPara
         )
 
 
-def warn_of_writes(module: fx.GraphModule, parameters: Mapping[int, ShardedParameter]) -> None:
-    """Warn if a graph that Dynamo has just traced writes to parameters, which would be lost without a word."""
+def warn_of_writes(module: fx.GraphModule, parameters: Mapping[int, ShardedParameter], unknown: Container[str]) -> None:
+    """Warn if a graph that Dynamo has just traced writes to parameters, which would be lost without a word.
+    ``unknown``: names of those whose versions say something else."""
     values = [v for n in module.graph.nodes if isinstance(v := n.meta.get("example_value"), Tensor)]
-    written = {(compat.storage_id(v), v._version) for v in values if not v.is_inference() and v._version}
+    written = {compat.storage_id(v) for v in values if not v.is_inference() and v._version}
     if not written:
         return
-    inputs, names = module.graph.find_nodes(op="placeholder"), []
-    for index, p in parameters.items():
-        with compat.without_torch_function():
-            before = {0, p.placeholder._version}  # of ``data``, and of the parameter itself
-        own = compat.storage_id(inputs[index].meta["example_value"])
-        if any(storage == own and version not in before for storage, version in written):
-            names.append(p.spec.name)
+    inputs = module.graph.find_nodes(op="placeholder")
+    of = {p.spec.name: compat.storage_id(inputs[index].meta["example_value"]) for index, p in parameters.items()}
+    names = [name for name, storage in of.items() if storage in written and name not in unknown]
     if names:
         warnings.warn(
             f"the forward writes to {', '.join(map(repr, names))} in place. It has a gathered copy of a parameter, as "

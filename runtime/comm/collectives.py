@@ -33,10 +33,9 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.passes.ir.layout import GatherLayout, Message
 from graph_fsdp.runtime.comm.pairs import exchange, exchange_all_gather, is_pair, own_first
 from graph_fsdp.runtime.comm.streams import UnderWay
-from graph_fsdp.runtime.comm.unpacking import Unpacking
 from graph_fsdp.runtime.ranks import lockstep
 from graph_fsdp.runtime.slots import Allocate, by_device
 
@@ -75,14 +74,10 @@ class Gather:
     def __init__(
         self, shards: Sequence[Tensor], layout: GatherLayout, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> None:
-        self.layout, self.dtype, self.group, device = layout, dtype, group, shards[0].device
+        self.layout, self.dtype, self.group = layout, dtype, group
         self.world, self.numel = layout.world_size, layout.world_size * layout.length
-        self.is_pair = is_pair(group, device)
-        # With what unpacks it, if it does not land in place.
-        self.messages = [
-            (message, None if message.lands_in_place else Unpacking(message, self.world, dtype, device))
-            for message in layout.messages
-        ]
+        self.is_pair = is_pair(group, shards[0].device)
+        self.messages = [(message, message.lands_in_place) for message in layout.messages]
         self.is_one = layout.messages[0].numel == layout.length  # the message is the bucket
         self.casts, self.is_float8 = shards[0].dtype is not dtype, _is_float8(dtype) or _is_float8(shards[0].dtype)
         self.in_place: tuple[list[Any], Any] = [], 0  # where shards were that lie in one slice, and its beginning
@@ -103,20 +98,18 @@ class Gather:
             landing = comm.allocate((self.numel,), dtype=self.dtype, device=device)
         elif numel := self.layout.landing_numel:
             landing = take_landing(numel, self.dtype, device)
-        unpacked: list[tuple[Tensor, Unpacking]] = []
+        unpacked: list[tuple[Tensor, Message]] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         used = 0
-        for message, unpacking in self.messages:
+        for message, lands_in_place in self.messages:
             begin, numel = message.begin, message.numel
-            if comm is not None and unpacking is None:
-                unpacking = Unpacking(message, world, self.dtype, device)
-            if unpacking is None:
+            if lands_in_place and comm is None:
                 target = result if self.is_one else result[world * begin : world * (begin + numel)]
             else:
                 assert landing is not None
                 target = landing if self.is_one else landing[used : used + world * numel]
                 used += world * numel
-                unpacked.append((target, unpacking))
+                unpacked.append((target, message))
             pairs.append((target, source if self.is_one else source[begin : begin + numel]))
         buffers = [result] if landing is None else [result, landing]
         if self.casts or comm is not None or any(map(compat.is_symmetric, buffers)):
@@ -133,8 +126,8 @@ class Gather:
 
         def finish() -> None:
             under_way.wait()
-            for target, unpacking in unpacked:
-                unpacking(_sendable(target), _sendable(result))
+            for target, message in unpacked:
+                unpack(_sendable(target), _sendable(result), message, world)
             if landing is not None and comm is None:
                 release(landing)
 
@@ -207,6 +200,20 @@ def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | N
         for shard, offset in zip(shards, layout.offsets, strict=True)
     )
     return first.as_strided((layout.length,), (1,), begin) if in_place else None
+
+
+def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
+    """Copy from rank-major (as gathered) to parameter-major (as used), in one kernel where the device has one."""
+    # A slot's buffer is used again. In its views there is no reference to the buffer itself, which they go with.
+    known: dict[Any, list[Tensor]] = vars(buffer).setdefault("pieces", {})
+    key = world, message.cuts
+    if (pieces := known.get(key)) is None:
+        begins = itertools.accumulate(message.splits, initial=message.begin)
+        pieces = known[key] = [
+            compat.reinterpreted(buffer, (world, size), (size, 1), world * begin)
+            for begin, size in zip(begins, message.splits, strict=False)
+        ]
+    torch.split_with_sizes_copy(landing.view(world, -1), message.splits, dim=1, out=pieces)
 
 
 def keep_shard(
