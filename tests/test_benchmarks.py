@@ -65,8 +65,7 @@ def test_pass_time_traces_the_model_of_a_configuration() -> None:
     config = FOLDER / "configs" / "llama_3_405b.json"
     found = {layers: [pass_time.measure_configured(config, layers)] for layers in (3, 4)}
     for (run,) in found.values():
-        assert 0 < run["trace"] < run["plan"]
-        assert run["passes"] > 0 and run["verifier"] > 0 and run["snapshots"] > 0
+        assert 0 < run["trace"] < run["plan"] and min(run["passes"], run["verifier"], run["snapshots"]) > 0
     assert found[4][0]["nodes"] - found[3][0]["nodes"] >= 250, "nodes per layer"
     assert "each further layer" in pass_time.table_of_configured(found)
 
