@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from facts import Facts, Failures, check
 from models import llama
-from test_calls_ranks import check_gradients, pair, rows
+from test_calls_ranks import check_gradients, pair, rows, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -160,7 +160,7 @@ def writes_to_a_parameter_are_told_and_lost_as_with_fsdp2() -> None:
         found.sum().backward()
         sharded(rows(6, 8)).sum().backward()
         for p, expected in zip(model.parameters(), sharded.parameters(), strict=True):
-            torch.testing.assert_close(p.full_tensor(), expected.full_tensor())  # type: ignore[attr-defined]
+            torch.testing.assert_close(whole(p), whole(expected))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trains_as_plain(lambda m, x: m.second(m.first(x)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))

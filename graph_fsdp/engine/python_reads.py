@@ -16,7 +16,6 @@ another unit is read or the forward ends. A later backward has the unit gathered
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -125,7 +124,6 @@ class PythonReads:
         """Return a function that a checkpoint computes again in backward, with placeholders as in forward."""
         engine = self._engine
 
-        @functools.wraps(function)
         def computed(*args: Any, **kwargs: Any) -> Any:
             if compat.current_backward() == -1 or engine.storage.active:
                 return function(*args, **kwargs)
