@@ -42,8 +42,8 @@ from graph_fsdp.compat.dtensor_lists import end_linear_lists as end_linear_lists
 from graph_fsdp.compat.dynamo import *
 from graph_fsdp.compat.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
 from graph_fsdp.compat.equal_layers import EqualLayers as EqualLayers
-from graph_fsdp.compat.forwards import differentiable_lstms as differentiable_lstms
 from graph_fsdp.compat.forwards import inputs_given_gradients as inputs_given_gradients
+from graph_fsdp.compat.forwards import traced_as as traced_as
 from graph_fsdp.compat.inductor import *
 from graph_fsdp.compat.joint_traces import without_joint_trace as without_joint_trace
 from graph_fsdp.compat.quick_graphs import arguments_of as arguments_of

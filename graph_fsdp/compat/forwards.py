@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from unittest.mock import patch
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch._decomp import decompositions
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._ops import OpOverload
 
 
 def inputs_given_gradients() -> set[str]:
@@ -17,18 +20,29 @@ def inputs_given_gradients() -> set[str]:
     return {variable.as_proxy().node.name for variable, attributes in set_later.items() if "grad" in attributes}
 
 
-def differentiable_lstms() -> contextlib.AbstractContextManager[object]:
-    """For a time, let ``nn.LSTM`` with parameters that need gradients be traced step by step.
+_tracing = threading.local()
 
-    On a CPU, torch writes an LSTM out as calls of oneDNN's layer if its input needs no gradient. That layer's backward
-    needs what its forward returns in training only, so that an LSTM that trains on data fails in its first forward
-    (``expected all tensors_saved_with_vc_check to be Tensors``).
-    """
-    choose = decompositions.select_one_layer_lstm_function
 
-    def choice(input: torch.Tensor, hx: list[torch.Tensor], params: list[list[torch.Tensor]]) -> object:
-        if torch.is_grad_enabled() and any(p.requires_grad for layer in params for p in layer):
-            return decompositions.one_layer_lstm
-        return choose(input, hx, params)
+@contextlib.contextmanager
+def traced_as(functions: Mapping[OpOverload[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """For a time and in this thread, trace calls of these functions in place of operators that torch writes out."""
+    for operator in functions:
+        _install(operator)
+    before, _tracing.functions = getattr(_tracing, "functions", {}), functions
+    try:
+        yield
+    finally:
+        _tracing.functions = before
 
-    return patch.object(decompositions, "select_one_layer_lstm_function", choice)
+
+@functools.cache
+def _install(operator: OpOverload[..., Any]) -> None:
+    """Let tracing ask what stands for an operator."""
+    for key in (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd):
+        written_out = operator.py_kernels[key]
+
+        def traced(*args: Any, written_out: Callable[..., Any] = written_out, **kwargs: Any) -> Any:
+            return getattr(_tracing, "functions", {}).get(operator, written_out)(*args, **kwargs)
+
+        operator.py_kernels[key] = traced
+    operator._dispatch_cache.clear()

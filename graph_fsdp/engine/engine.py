@@ -54,6 +54,7 @@ from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
 from graph_fsdp.passes import CostModel, Graph, PassContext, Plan, memory_profile
+from graph_fsdp.passes.ir import recurrent
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
@@ -186,6 +187,7 @@ class Engine:
             key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks)
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph, hooks=key.hooks))
+            stack.enter_context(compat.traced_as(recurrent.TRACED))
             stack.enter_context(compat.dynamo_ignores_modes())
             if self.repeat_traces:
                 stack.enter_context(self.equal_layers.active())
@@ -280,7 +282,7 @@ class Engine:
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
         try:
-            with collector_paused(), compat.without_dispatch_modes(), compat.differentiable_lstms():
+            with collector_paused(), compat.without_dispatch_modes():
                 self.pipeline.run([Graph(module, "capture")], context)
                 lookup = self.kept_programs.look_up(module, inputs, context, key.entry)
                 if lookup is not None and lookup.program is not None:

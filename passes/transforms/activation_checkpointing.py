@@ -30,6 +30,7 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_random, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.recurrent import recurrent_layer
 from graph_fsdp.passes.ir.unit_calls import unit_calls
 from graph_fsdp.passes.pipeline import PassPipeline
 from graph_fsdp.passes.transforms.edits import computed_of, reached_from
@@ -48,10 +49,11 @@ _ACCEPTED = (
 _SMALLEST_BUDGET = 1e-6  # at 0 itself the partitioner saves nothing but inputs, whatever is tagged
 
 aten = torch.ops.aten
-# What costs most to compute again: matrix multiplications, convolutions and attention.
+# What costs most to compute again: matrix multiplications, convolutions, recurrent layers and attention.
 _ATTENTION = ("_flash_attention_forward", "_efficient_attention_forward", "flex_attention")
 _SELECTED = (
     *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten.convolution),
+    recurrent_layer.overloadpacket,
     *(getattr(aten, name) for name in dir(aten) if name.startswith("_scaled_dot_product_") or name in _ATTENTION),
 )
 

@@ -74,6 +74,7 @@ MODELS = {
     "llama": "hf_llama",
     "cnn_batchnorm": "cnn_batchnorm",
     "vit": "vit_no_key_bias",
+    "lstm": "lstm",
 }
 
 
