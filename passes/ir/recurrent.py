@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,124 +36,102 @@ _LAYER = (
 )
 
 
-def _run(
-    kind: str,
-    input: Tensor,
-    batch_sizes: Tensor | None,
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    biases: bool,
-    bidirectional: bool,
-    train: bool,
-) -> tuple[Tensor, ...]:
-    hidden = list(state) if kind == "lstm" else state[0]
-    given = weights, biases, 1, 0.0, train, bidirectional
-    if batch_sizes is None:
-        outputs = getattr(aten, kind).input(input, hidden, *given, False)
-    else:
-        outputs = getattr(aten, kind).data(input, batch_sizes, hidden, *given)
-    return tuple(outputs)
+class _Layer(NamedTuple):
+    kind: str
+    input: Tensor
+    batch_sizes: Tensor | None
+    state: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    biases: bool
+    bidirectional: bool
+
+    @property
+    def values(self) -> list[Tensor]:
+        """What may need a gradient."""
+        return [self.input, *self.state, *self.weights]
+
+    def of_values(self, values: Sequence[Any]) -> _Layer:
+        end = 1 + len(self.state)
+        return self._replace(input=values[0], state=values[1:end], weights=values[end:])
+
+    def run(self, train: bool) -> tuple[Tensor, ...]:
+        hidden = list(self.state) if self.kind == "lstm" else self.state[0]
+        given = hidden, self.weights, self.biases, 1, 0.0, train, self.bidirectional
+        if self.batch_sizes is None:
+            outputs = getattr(aten, self.kind).input(self.input, *given, False)
+        else:
+            outputs = getattr(aten, self.kind).data(self.input, self.batch_sizes, *given)
+        return tuple(outputs)
 
 
-def _layer(
-    kind: str,
-    input: Tensor,
-    batch_sizes: Tensor | None,
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    biases: bool,
-    bidirectional: bool,
-    train: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    given = [weight.detach().requires_grad_(train) for weight in weights]  # which says which of its kernels oneDNN runs
+def _run_layer(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *described, train = given
+    layer = _Layer(*described)
+    weights = [weight.detach().requires_grad_(train) for weight in layer.weights]  # which say what oneDNN runs
     with torch.set_grad_enabled(train):
-        outputs = _run(kind, input, batch_sizes, state, given, biases, bidirectional, train)
+        outputs = layer._replace(weights=weights).run(train)
     output, h_n, *c_n = (value.detach().contiguous() for value in outputs)
-    return output, h_n, c_n[0] if c_n else input.new_empty(0)
+    return output, h_n, c_n[0] if c_n else output.new_empty(0)
 
 
-def _fake_layer(
-    kind: str,
-    input: Tensor,
-    batch_sizes: Tensor | None,
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    biases: bool,
-    bidirectional: bool,
-    train: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    width = state[0].shape[-1] * (2 if bidirectional else 1)
-    output = input.new_empty([*input.shape[:-1], width])
-    return output, *(input.new_empty(value.shape) for value in state), *[input.new_empty(0)] * (2 - len(state))
+def _fake_layer(*given: Any) -> tuple[Tensor, ...]:
+    *described, _ = given
+    layer = _Layer(*described)
+    width = layer.state[0].shape[-1] * (2 if layer.bidirectional else 1)
+    shapes = [[*layer.input.shape[:-1], width], *(value.shape for value in layer.state)]
+    return tuple(layer.input.new_empty(shape) for shape in (*shapes, [0])[:3])
 
 
-def _layer_backward(
-    grads: Sequence[Tensor],
-    needed: Sequence[bool],
-    kind: str,
-    input: Tensor,
-    batch_sizes: Tensor | None,
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    *layer: Any,
-) -> list[Tensor]:
-    given = [value.detach().requires_grad_(need) for value, need in zip((input, *state, *weights), needed, strict=True)]
-    first, states = given[0], given[1 : 1 + len(state)]
+def _run_backward(grads: Sequence[Tensor], needed: Sequence[bool], *described: Any) -> list[Tensor]:
+    layer = _Layer(*described)
+    values = [value.detach().requires_grad_(need) for value, need in zip(layer.values, needed, strict=True)]
     with torch.enable_grad():
-        outputs = _run(kind, first, batch_sizes, states, given[1 + len(state) :], *layer, True)
-    wanted = [value for value in given if value.requires_grad]
-    found = torch.autograd.grad(outputs, wanted, list(grads[: len(outputs)]))
+        outputs = layer.of_values(values).run(train=True)
+    found = torch.autograd.grad(outputs, [v for v in values if v.requires_grad], list(grads[: len(outputs)]))
     return [value.contiguous() for value in found]
 
 
-def _fake_layer_backward(
-    grads: Sequence[Tensor],
-    needed: Sequence[bool],
-    kind: str,
-    input: Tensor,
-    batch_sizes: Tensor | None,
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    *layer: Any,
-) -> list[Tensor]:
-    given = zip((input, *state, *weights), needed, strict=True)
-    return [value.new_empty(value.shape) for value, need in given if need]
+def _fake_backward(grads: Sequence[Tensor], needed: Sequence[bool], *described: Any) -> list[Tensor]:
+    values = zip(_Layer(*described).values, needed, strict=True)
+    return [value.new_empty(value.shape) for value, need in values if need]
 
 
 recurrent_layer = define(
     _LIBRARY,
     f"recurrent_layer({_LAYER}, bool train) -> (Tensor, Tensor, Tensor)",
     _fake_layer,
-    CompositeExplicitAutograd=_layer,
+    CompositeExplicitAutograd=_run_layer,
 )
 recurrent_layer_backward = define(
     _LIBRARY,
     f"recurrent_layer_backward(Tensor[] grads, bool[] needed, {_LAYER}) -> Tensor[]",
-    _fake_layer_backward,
-    CompositeExplicitAutograd=_layer_backward,
+    _fake_backward,
+    CompositeExplicitAutograd=_run_backward,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.kind, input, batch_sizes, state, weights, *ctx.layer, _ = inputs
-    ctx.states = len(state)
-    ctx.save_for_backward(input, batch_sizes, *state, *weights)
+    *described, _ = inputs
+    layer = _Layer(*described)
+    ctx.layer = layer.of_values([None] * len(layer.values))._replace(batch_sizes=None)
+    ctx.save_for_backward(layer.batch_sizes, *layer.values)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    input, batch_sizes, *others = ctx.saved_tensors
-    state, weights = others[: ctx.states], others[ctx.states :]
-    _, of_input, _, of_state, of_weights, *_ = ctx.needs_input_grad
-    needed = [of_input, *of_state, *of_weights]
-    found = iter(recurrent_layer_backward(grads, needed, ctx.kind, input, batch_sizes, state, weights, *ctx.layer))
-    given = [next(found) if need else None for need in needed]
-    return None, given[0], None, given[1 : 1 + ctx.states], given[1 + ctx.states :], None, None, None
+    batch_sizes, *values = ctx.saved_tensors
+    layer = ctx.layer.of_values(values)._replace(batch_sizes=batch_sizes)
+    needed = _Layer(*ctx.needs_input_grad[:-1]).values
+    found = iter(recurrent_layer_backward(grads, needed, *layer))
+    of = layer.of_values([next(found) if need else None for need in needed])
+    return None, of.input, None, of.state, of.weights, None, None, None
 
 
 @register_flop_formula(torch.ops.graph_fsdp.recurrent_layer)
 def _flops(kind: str, input: Any, batch_sizes: Any, state: Any, weights: Sequence[Any], *_: Any, **__: Any) -> int:
     """Count those of the products of all steps."""
-    return 2 * math.prod(input[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+    per_step: int = sum(2 * math.prod(weight) for weight in weights if len(weight) == 2)
+    rows: int = math.prod(input[:-1])
+    return rows * per_step
 
 
 @register_flop_formula(torch.ops.graph_fsdp.recurrent_layer_backward)
@@ -177,21 +155,20 @@ def _layers(
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
     """Run layers with dropout between them."""
-    states = tuple(hidden) if kind == "lstm" else (hidden,)
+    given = _Layer(kind, input, batch_sizes, hidden if kind == "lstm" else [hidden], weights, biases, bidirectional)
+    differentiated = torch.is_grad_enabled() and any(value.requires_grad for value in given.values)
     dtype, result = _autocast(kind, input)
-    input, *cast = (value.to(dtype) for value in (input, *states, *weights))
-    states, weights = cast[: len(states)], cast[len(states) :]
+    every = given.of_values([value.to(dtype) for value in given.values])
     directions, each = (2 if bidirectional else 1), len(weights) // layers
-    differentiated = torch.is_grad_enabled() and any(value.requires_grad for value in (input, *states, *weights))
-    ends: list[Sequence[Tensor]] = []
+    output, ends = every.input, []
     for i in range(layers):
-        state = [value[directions * i : directions * (i + 1)] for value in states]
-        of_layer = weights[each * i : each * (i + 1)]
-        input, *end = recurrent_layer(kind, input, batch_sizes, state, of_layer, biases, bidirectional, differentiated)
-        ends.append(end[: len(states)])
+        state = [value[directions * i : directions * (i + 1)] for value in every.state]
+        layer = every._replace(input=output, state=state, weights=every.weights[each * i : each * (i + 1)])
+        output, *end = recurrent_layer(*layer, differentiated)
+        ends.append(end[: len(state)])
         if dropout and train and i < layers - 1:
-            input = torch.dropout(input, dropout, train=True)
-    return input.to(result), *(torch.cat(values).to(result) for values in zip(*ends, strict=True))
+            output = torch.dropout(output, dropout, train=True)
+    return output.to(result), *(torch.cat(values).to(result) for values in zip(*ends, strict=True))
 
 
 def _autocast(kind: str, input: Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -203,9 +180,9 @@ def _autocast(kind: str, input: Tensor) -> tuple[torch.dtype, torch.dtype]:
     return dtype, input.dtype if kind == "gru" and device == "cpu" else dtype
 
 
-def _of_sequences(kind: str, input: Tensor, hidden: Any, *layers: Any) -> tuple[Tensor, ...]:
+def _of_sequences(kind: str, input: Tensor, hidden: Any, *given: Any) -> tuple[Tensor, ...]:
     """Stand for ``aten.lstm.input`` and its like."""
-    *layers, batch_first = layers
+    *layers, batch_first = given
     if not batch_first:
         return _layers(kind, input, None, hidden, *layers)
     output, *ends = _layers(kind, input.transpose(0, 1), None, hidden, *layers)
