@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from test_calls_ranks import pair, rows, whole
 from torch import Tensor, nn
@@ -98,14 +98,7 @@ def a_unit_that_is_unsharded_is_seen() -> None:
     assert mode.seen["c10d._allgather_base_.default"] == 1
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 class Broken(MLP):

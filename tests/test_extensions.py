@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from models import MLP
 from printed import bucket_tables, stage_text
@@ -36,11 +36,6 @@ _KEEP = {
     aten.clone.default,
     aten.detach.default,
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 class Wrapped(torch.Tensor):
@@ -265,9 +260,7 @@ def test_with_inductor_on_two_ranks() -> None:
     run_ranks(with_inductor_numbers_are_close, 2)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def test_one_process_quantises_and_gathers_nothing() -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from models import MLP
 from test_export import Mixed, built, check_exported, compiled
@@ -181,14 +181,7 @@ def ranks_that_ask_for_different_things_or_have_them_are_told() -> None:
         graph_fsdp.import_(model, state, rank=1)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def on_meshes_of_two_dimensions() -> None:

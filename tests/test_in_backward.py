@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from allocations import SLACK, measure
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from printed import stage_text
 from torch import Tensor, nn, optim
@@ -26,11 +26,6 @@ from graph_fsdp.passes.transforms.edits import with_results
 
 WORLD_SIZE, STEPS = 2, 3
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(WORLD_SIZE)
 
 
 class Net(nn.Module):
@@ -125,9 +120,7 @@ def two_optimizers_share_a_model() -> None:
     assert_same(model_of(True), model_of(False))
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(WORLD_SIZE)
 
 
 def step(model: nn.Module, optimizer: Optimizer) -> None:

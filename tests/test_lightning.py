@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from facts import Facts, Failures, check, shared_folder
+from facts import Facts, shared_folder
 from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -292,16 +292,8 @@ def the_example_learns_and_resumes() -> None:
     assert resumed[-1] < losses[-1] < losses[0] and after < validation
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    # Lightning asks this variable whether something else has started the processes.
-    return FACTS.check_on(2, env={"TORCHELASTIC_RUN_ID": "tests"})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+# Lightning asks this variable whether something else has started the processes.
+test_on_two_ranks = pytest.mark.long(FACTS.on(2, env={"TORCHELASTIC_RUN_ID": "tests"}))
 
 
 # In one process

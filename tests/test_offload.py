@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP, UnevenBlock
 from printed import bucket_table, calls, sequence, stage_text
 from torch import Tensor, nn
@@ -28,11 +28,6 @@ from graph_fsdp.report.report import GraphReport
 OFFLOADED = CPUOffloadPolicy()
 FACTS = Facts(__name__)
 aten = torch.ops.aten
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def report_of(model: nn.Module | None = None, **options: Any) -> GraphReport:
@@ -280,9 +275,7 @@ def values_of_the_first_rank_and_of_meta_models_arrive() -> None:
     assert compiled(meta, offload_policy=OFFLOADED)(x).isfinite().all()
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 # The option itself

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP, WIDTH
 from reference import gradients_of, parameters_of
 from torch import Tensor, nn
@@ -20,11 +20,6 @@ from graph_fsdp.passes import default_pipeline
 from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 class Stop(Exception):
@@ -160,6 +155,4 @@ def a_parameter_that_one_rank_alone_reads_is_an_error_on_both() -> None:
         model(batch(0))
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fake_process_group
-from facts import Facts, Failures, check
+from facts import Facts
 from marks import mostly_long
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -270,11 +270,4 @@ def a_module_that_comes_is_an_error_on_all_ranks() -> None:
         raise AssertionError("it trains")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

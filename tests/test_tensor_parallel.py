@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from printed import stage_text
 from reference import check_close, parameters_of
@@ -304,16 +304,9 @@ def steps_with_inductor_equal_one_process() -> None:
     check_training(ours, "sequences", "sgd", bound=1e-4, backend="inductor", regions="whole")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
-
-
 @pytest.mark.long
 def test_with_inductor_on_four_ranks() -> None:
     run_ranks(steps_with_inductor_equal_one_process, 4, timeout=280)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP, llama
 from test_calls_ranks import check_gradients, pair, rows, whole
 from torch import Tensor, nn
@@ -338,14 +338,7 @@ def ranks_that_do_not_all_reshard_are_found() -> None:
         loss.backward()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def test_whole_parameters_in_one_process() -> None:

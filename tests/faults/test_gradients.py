@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from struck import rank
 from torch import Tensor, nn
@@ -17,11 +16,6 @@ from torch.optim import SGD
 import graph_fsdp
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def pair(**options: object) -> tuple[nn.Module, nn.Module]:
@@ -84,6 +78,4 @@ def a_scaler_skips_the_step_on_all_ranks() -> None:
             assert all(p.full_tensor().isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from facts import Fact, Facts, Failures, check
+from facts import Fact, Facts
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from models import GPT, VOCABULARY
 from torch import Tensor
@@ -264,11 +264,4 @@ def test_there_are_many_mutants() -> None:
     assert sum(map(bool, found)) >= 25
 
 
-@pytest.fixture(scope="module")
-def process() -> Failures:
-    return FACTS.check_on(1, backend=None, env={"GRAPH_FSDP_FRESH": "1"})
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_the_virtual_device(process: Failures, name: str) -> None:
-    check(process, name)
+test_on_the_virtual_device = FACTS.in_a_fresh_process()
