@@ -235,7 +235,8 @@ class PipelinePlan:
     @property
     def bubble(self) -> float:
         """Return the part of the step in which ranks have nothing to run, a mean over ranks."""
-        busy = (m * (s.forward + s.backward) + s.gather + s.reduce + s.optimizer for s, m in self._counted())
+        microbatches = self.microbatches
+        busy = (microbatches * (s.forward + s.backward) + s.gather + s.reduce + s.optimizer for s in self.stages)
         return 1 - sum(busy) / (len(self.orders) * self.step_seconds)
 
     @property
@@ -255,7 +256,7 @@ class PipelinePlan:
     def mfu(self) -> float:
         """Return the model FLOPs utilisation of all ranks, as ``Plan.mfu``."""
         peak = self.plans[0].peak_flops * len(self.orders) * self.step_seconds
-        return sum(m * s.flops for s, m in self._counted()) / peak
+        return sum(self.microbatches * s.flops for s in self.stages) / peak
 
     # Memory
 
@@ -296,9 +297,6 @@ class PipelinePlan:
 
     def _of(self, order: Sequence[Action]) -> list[StageFigures]:
         return [self.stages[stage] for stage in dict.fromkeys(action[0] for action in order)]
-
-    def _counted(self) -> list[tuple[StageFigures, int]]:
-        return [(stage, self.microbatches) for stage in self.stages]
 
     # Text
 
