@@ -78,7 +78,7 @@ def _reduce_grad(
     if not groups:
         return grad.to(dtype=dtype, device=device, copy=True)
     sizes = [found.size() for found in groups]
-    start = collectives.start_reduce_scatter if shard_shape and group else collectives.start_all_reduce
+    start = quantized.start_reduce_scatter if shard_shape and group else collectives.start_all_reduce
     pending = start([grad], reduce_dtype, groups[0], collectives.mean_of(reduce_dtype, *sizes))
     pending.finish()
     for replicas in groups[1:]:
