@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from graph_fsdp.checkpoint.full import compiled_model
-from graph_fsdp.checkpoint.together import groups_of, in_step, meet
+from graph_fsdp.checkpoint.together import check_rank, groups_of, in_step, meet
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
-from graph_fsdp.mesh import DataParallelMesh
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -62,7 +61,7 @@ def export(
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):
         buckets = _buckets(model, dtype, max_bytes)
-        _check_receivers(mesh, rank)
+        check_rank(mesh, rank)
         named = [f"{names} {tuple(t.shape)} {t.dtype}" for bucket in buckets for t, names in bucket]
         facts += [f"export(dtype={dtype}, max_bytes={max_bytes}, rank={rank})", *named]
     member = isinstance(group, dist.ProcessGroup)
@@ -127,12 +126,6 @@ def _buckets(model: Any, dtype: torch.dtype | None, max_bytes: int | None) -> li
         buckets[-1].append((tensor, own))
         unit, size = of_unit, size + nbytes
     return buckets
-
-
-def _check_receivers(mesh: DataParallelMesh | None, rank: int | None) -> None:
-    ranks = (0,) if mesh is None else mesh.ranks
-    if rank is not None and rank not in ranks:
-        raise ValueError(f"rank must be a global rank of the model's mesh, {ranks[0]} to {ranks[-1]}, got {rank!r}")
 
 
 def _exported(
