@@ -36,10 +36,7 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         ranks = given["ranks"] if "ranks" in given else given["world_size"]
         given["mean"] = collectives.mean_of(dtype, ranks, given.get("replicas", 1), given["factor"], given["summed"])
     if "shards" in given:
-        # A kept shard is one tensor that holds all chunks; their sizes are then an argument.
-        numels = given.get("numels") or [shard.numel() for shard in given["shards"]]
-        others = given["length"], given.get("world_size", 1), given.get("messages", ())
-        given["layout"] = GatherLayout.make(given["offsets"], numels, *others)
+        given["layout"] = GatherLayout.of(given)
     return given
 
 
