@@ -21,7 +21,7 @@ from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models import GPT, SEQUENCE, VOCABULARY
-from test_docs import ROOT, examples, missing_tests, printed
+from pages import DOCS, ROOT, examples, printed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import lightning_gpt
 
 FACTS = Facts(__name__)
-PAGE = ROOT / "docs" / "lightning.md"
+PAGE = DOCS / "lightning.md"
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
@@ -353,8 +353,3 @@ def test_precisions_that_lightning_does_not_have_with_this_strategy_are_its_own_
     strategy = fabric_strategies.ModelParallelStrategy(ours, data_parallel_size=1, tensor_parallel_size=1)
     with pytest.raises(ValueError, match=r"does not support .*16-mixed"):
         lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="16-mixed")
-
-
-def test_tests_that_the_page_names_exist() -> None:
-    missing, count = missing_tests(PAGE.read_text())
-    assert missing == [] and count > 0
