@@ -12,6 +12,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from facts import Facts
 from printed import bucket_table, calls, sequence
+from reference import fsdp2
 from test_extensions import Float8, Wrapped, extended, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -84,10 +85,7 @@ def test_ranks_agree_on_the_all_reduce() -> None:
 
 @FACTS
 def a_scale_of_all_ranks_trains_as_with_fsdp2() -> None:
-    theirs = extended(Scaled)
-    for block in theirs.blocks:
-        fully_shard(block)
-    expected = train(fully_shard(theirs))
+    expected = train(fsdp2(extended(Scaled)))
     for options in (
         {"reshard_after_forward": True},
         {"reshard_after_forward": False, "passes": default_pipeline(bucket="none")},

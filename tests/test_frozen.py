@@ -12,10 +12,9 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from facts import Facts
 from models import MLP, WIDTH, Batch, hf_tokens
-from reference import gradients_of, parameters_of, rows_of, whole
+from reference import fsdp2, gradients_of, parameters_of, rows_of, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -28,12 +27,6 @@ needs_peft = pytest.mark.skipif(
 
 def ours(model: nn.Module, **options: Any) -> nn.Module:
     return graph_fsdp.compile(model, backend="eager", **options)
-
-
-def fsdp2(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 # Frozen in each step: nothing, all of a unit, parameters of each unit, and nothing, twice.

@@ -22,9 +22,10 @@ from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models import GPT, SEQUENCE, VOCABULARY
 from pages import DOCS, ROOT, examples, printed
+from reference import fsdp2 as with_fsdp2
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,9 +44,7 @@ Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 def fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if isinstance(model, FSDPModule):
         return model
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh["data_parallel"])
-    return fully_shard(model, mesh=mesh["data_parallel"])
+    return with_fsdp2(model, mesh=mesh["data_parallel"])
 
 
 ours: Parallelize = functools.partial(shard, backend="eager")

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from facts import Facts
 from models import MLP, WIDTH
-from reference import gradients_of, parameters_of
+from reference import fsdp2, gradients_of, parameters_of
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
@@ -50,8 +50,7 @@ def models(**options: Any) -> list[nn.Module]:
     shares, gathers, theirs = Broken(), Broken(), Broken()
     for other in (gathers, theirs):
         other.load_state_dict(shares.state_dict())
-    for module in (*theirs.blocks, theirs):
-        fully_shard(module, mp_policy=options.get("mp_policy", MixedPrecisionPolicy()))
+    fsdp2(theirs, mp_policy=options.get("mp_policy", MixedPrecisionPolicy()))
     options = {"backend": "eager", "fullgraph": False, **options}
     graph_fsdp.compile(shares, **options)
     graph_fsdp.compile(gathers, **options, passes=default_pipeline(budget=1 << 30))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from conftest import fake_process_group
 from facts import Facts
 from marks import mostly_long
+from reference import fsdp2
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import graph_fsdp
 from graph_fsdp.errors import GraphBreakError, ParameterChangedError
@@ -227,10 +227,7 @@ def _pair() -> tuple[Any, Any]:
     """Ours and FSDP2's of the same model."""
     model = compiled()
     torch.manual_seed(0)
-    fsdp2 = Model()
-    for block in fsdp2.blocks:
-        fully_shard(block)
-    return model, fully_shard(fsdp2)
+    return model, fsdp2(Model())
 
 
 def _equal_steps(model: Any, fsdp2: Any) -> None:

@@ -13,12 +13,11 @@ from expecttest import assert_expected_inline
 from facts import Facts
 from launch import run_ranks
 from printed import stage_text
-from reference import check_close, parameters_of
+from reference import check_close, fsdp2, parameters_of
 from tensor_parallel import (
     Block,
     Transformer,
     batch,
-    fsdp2,
     ours,
     train,
     with_matrices,
@@ -211,7 +210,7 @@ def check_against_fsdp2(plan: str, optimizer: str, *, attention: bool = True, **
     mesh = two_by_two()
     models, found = [], []
     for shard in (fsdp2, ours):
-        models.append(shard(PLANS[plan](Transformer(attention=attention), mesh["tp"]), mesh["dp"], **options))
+        models.append(shard(PLANS[plan](Transformer(attention=attention), mesh["tp"]), mesh=mesh["dp"], **options))
         found.append(train(models[-1], optimizer, 2, mesh["dp"].get_local_rank(), 2, CLIPPED[plan]))
     for kind in ("gradients", "parameters"):
         theirs, own = (results[kind] for results in found)

@@ -7,10 +7,11 @@ import copy
 import torch
 from facts import Facts
 from models import MLP
+from reference import fsdp2
 from struck import rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 
 import graph_fsdp
@@ -22,9 +23,7 @@ def pair(**options: object) -> tuple[nn.Module, nn.Module]:
     """The same model, sharded by us and by FSDP2."""
     plain = MLP()
     ours = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", **options)
-    for module in (*plain.blocks, plain):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), **options)
-    return ours, plain
+    return ours, fsdp2(plain, mesh=init_device_mesh("cpu", (2,)), **options)
 
 
 def gradients(model: nn.Module, bad: float) -> list[Tensor]:

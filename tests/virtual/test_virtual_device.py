@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from both_devices import fsdp2
 from facts import Facts
 from models import MLP
+from reference import fsdp2
 from simulated_link import Link
 from torch import nn
 from virtual import library

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from both_devices import Training, fsdp2, on_cpu, on_virtual
+from both_devices import Training, on_cpu, on_virtual
 from facts import Facts
 from models import MLP
+from reference import fsdp2
 from torch import Tensor, nn
 from virtual import inductor, library
 from virtual.machine import Machine

@@ -24,7 +24,7 @@ import host_state_facts
 import monitor_facts
 import parallel_facts
 import stream_facts
-from both_devices import RANKS, fsdp2, on_cpu, on_virtual, ours, overlapped, same_numbers, strict
+from both_devices import RANKS, on_cpu, on_virtual, ours, overlapped, same_numbers, strict
 from case_strategies import cases
 from checked import may_refuse
 from extreme_lanes import bits
@@ -33,6 +33,7 @@ from mutants import Mutant
 from option_cases import OPTIONS, OptionTraining, pairs, reference, trained
 from random_cases import Case
 from random_training import Outcome
+from reference import fsdp2
 from runtime_mutants import MUTANTS
 from virtual import library
 from virtual.machine import Machine
