@@ -13,9 +13,9 @@ from expecttest import assert_expected_inline
 from facts import Facts
 from models import MLP
 from printed import stage_text
+from test_distribute_optimizer import assert_same
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 import graph_fsdp
@@ -66,18 +66,6 @@ def trained(in_backward: bool, make: Callable[[nn.Module], Optimizer] = adamw, *
         scheduler.step()
     state = optimizer.state_dict()
     return {"model": dict(model.named_parameters()), "state": state["state"], "groups": state["param_groups"]}
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, Tensor):
-        found, expected = (v.to_local() if isinstance(v, DTensor) else v for v in (found, expected))
-        assert torch.equal(found, expected)
-    else:
-        assert found == expected
 
 
 @FACTS
