@@ -19,6 +19,7 @@ from graph_fsdp.checkpoint.full import compiled_model
 from graph_fsdp.checkpoint.together import check_rank, groups_of, in_step, meet
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
+from graph_fsdp.passes.ir.settings import is_count
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -108,7 +109,7 @@ def _buckets(model: Any, dtype: torch.dtype | None, max_bytes: int | None) -> li
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0):
+    if max_bytes is not None and not is_count(max_bytes):
         raise ValueError(f"max_bytes must be a positive number of bytes or None, got {max_bytes!r}")
     names: dict[Tensor, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():

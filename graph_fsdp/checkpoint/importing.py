@@ -26,6 +26,7 @@ from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, size_mismatch
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.runtime.ranks.agreement import digest
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _check(engine: Engine, mesh: DataParallelMesh | None, tensors: Any, rank: An
         raise UnsupportedError("import_() writes into shards of ranks; with backend='xla' use model.load_state_dict")
     if engine.storage.active:
         raise RuntimeError("import_() was called while the model's forward runs; call it before or after")
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
+    if not is_count(max_bytes):
         raise ValueError(f"max_bytes must be a positive number of bytes, got {max_bytes!r}")
     if not isinstance(strict, bool):
         raise TypeError(f"strict must be True or False, got {strict!r}")

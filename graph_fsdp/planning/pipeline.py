@@ -28,7 +28,8 @@ from graph_fsdp.passes import CostModel, Hardware
 from graph_fsdp.passes.analysis.memory import shard_nbytes, storages
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count
+from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.prediction import Plan, plan
 
 _COMPUTES = re.compile(r"(\d+)([FB])\d+")

@@ -29,8 +29,9 @@ from graph_fsdp.mesh import shapes_of_groups
 from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.pipeline import PassesHaveRun
-from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count, named_meshes
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize, named_meshes
 from graph_fsdp.report.report import GraphReport, inspect
 from graph_fsdp.runtime import RegionCache
 
