@@ -85,7 +85,7 @@ def test_wrong_arguments_are_named_at_the_call() -> None:
     ):
         with pytest.raises(error, match=text):
             graph_fsdp.export(model, **options)
-    with pytest.raises(TypeError, match=r"model must be one that graph_fsdp\.compile has returned, got MLP"):
+    with pytest.raises(TypeError, match=r"MLP was not compiled by graph_fsdp; call graph_fsdp\.compile first"):
         graph_fsdp.export(MLP())
 
 

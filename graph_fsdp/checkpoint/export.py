@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from graph_fsdp.checkpoint.full import compiled_model
 from graph_fsdp.checkpoint.together import check_rank, groups_of, in_step, meet
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.report.report import engine_of
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -57,7 +57,7 @@ def export(
         ParameterChangedError: a parameter was written to since the call: an optimizer's step ran between two tensors.
         RankFailure: another rank raised in it, or has died; on the CPU after ``agreement.PATIENCE_SECONDS`` at most.
     """
-    engine = compiled_model(model)._graph_fsdp
+    engine = engine_of(model)
     mesh = engine.storage.mesh
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):

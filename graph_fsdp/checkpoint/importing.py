@@ -20,13 +20,13 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.checkpoint.full import compiled_model
 from graph_fsdp.checkpoint.together import check_rank, in_step, meet
 from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, size_mismatch
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime.ranks.agreement import digest
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def import_(
             on another rank.
         RankFailure: another rank raised in it, or has died.
     """
-    engine = compiled_model(model)._graph_fsdp
+    engine = engine_of(model)
     mesh = engine.storage.mesh
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):
@@ -85,7 +85,7 @@ def import_(
         if isinstance(tensors, Mapping):
             written.check(list(tensors.items()))
             written.check_complete(tensors)
-    compiled_model(model)._resharded()
+    engine.unsharded.release()
     if rank is None or mesh is None or len(mesh.ranks) == 1:
         _write_all(mesh, written, stream)
     else:

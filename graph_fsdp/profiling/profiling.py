@@ -67,7 +67,7 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
         ValueError: ``steps`` or ``warmup`` is below 1, or the model ran no graph.
         UnsupportedError: ``model`` was compiled with ``regions="whole"``.
     """
-    engine = engine_of(model)
+    engine: Any = engine_of(model)
     if engine.whole:
         raise UnsupportedError(
             "model: it was compiled with regions='whole', and what runs as one function cannot be timed by region; "
