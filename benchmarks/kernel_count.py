@@ -26,10 +26,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +36,9 @@ from unittest import mock
 
 import torch
 from inductor_kernels import Kernel, inductor_kernels
+from llama import SIZES
 from torch import Tensor, fx, nn
+from workloads import GPT, GPTConfig
 
 import graph_fsdp
 from graph_fsdp import compat
@@ -208,29 +208,14 @@ def _mb(size: int) -> str:
 
 
 def gpt() -> nn.Module:
-    """``examples/gpt.py`` as it is."""
-    spec = importlib.util.spec_from_file_location("gpt", FOLDER.parent / "examples" / "gpt.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module.GPT(module.GPTConfig())
+    return GPT(GPTConfig())
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {**SIZES["small"], "vocab_size": 1024, "max_position_embeddings": 128}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, use_cache=False))
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llama import LENGTHS, SIZES
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -42,18 +43,8 @@ COLUMNS = ("step_s", "compute_s", "communication_s", "exposed_s", "bound_s")
 def llama_3_8b(layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+    sizes = {**SIZES["8b"], "num_hidden_layers": layers, "max_position_embeddings": LENGTHS["8b"]}
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, attn_implementation="sdpa"))
 
 
 def pipelines(hardware: str) -> dict[str, tuple[PassPipeline, bool | None]]:

@@ -228,13 +228,9 @@ def _stage(
     graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None, text: str | None = None
 ) -> Stage:
     begin = time.perf_counter()
-    snapshot = _snapshot(graph, context)
+    snapshot = Snapshot(graph.fx_graph, _latest(graph, context))
     taken = time.perf_counter() - begin
     return Stage(name, graph.phase, snapshot, graph.module, seconds, summary, snapshot_seconds=taken, text=text)
-
-
-def _snapshot(graph: Graph, context: PassContext) -> Snapshot:
-    return Snapshot(graph.fx_graph, _latest(graph, context))
 
 
 def _latest(graph: Graph, context: PassContext) -> Snapshot | None:

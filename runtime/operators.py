@@ -36,10 +36,7 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         ranks = given["ranks"] if "ranks" in given else given["world_size"]
         given["mean"] = collectives.mean_of(dtype, ranks, given.get("replicas", 1), given["factor"], given["summed"])
     if "shards" in given:
-        # A kept shard is one tensor that holds all chunks; their sizes are then an argument.
-        numels = given.get("numels") or [shard.numel() for shard in given["shards"]]
-        others = given["length"], given.get("world_size", 1), given.get("messages", ())
-        given["layout"] = GatherLayout.make(given["offsets"], numels, *others)
+        given["layout"] = GatherLayout.of(given)
     return given
 
 
@@ -78,7 +75,7 @@ def _reduce_grad(
     if not groups:
         return grad.to(dtype=dtype, device=device, copy=True)
     sizes = [found.size() for found in groups]
-    start = collectives.start_reduce_scatter if shard_shape and group else collectives.start_all_reduce
+    start = quantized.start_reduce_scatter if shard_shape and group else collectives.start_all_reduce
     pending = start([grad], reduce_dtype, groups[0], collectives.mean_of(reduce_dtype, *sizes))
     pending.finish()
     for replicas in groups[1:]:

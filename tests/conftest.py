@@ -18,6 +18,7 @@ import marks
 import pytest
 import torch
 import torch.distributed as dist
+from facts import Failures
 from guard import Guard
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import device_mesh
@@ -187,3 +188,10 @@ def fake_group() -> Iterator[dist.ProcessGroup]:
 def fake_group_of_module() -> Iterator[dist.ProcessGroup]:
     with fake_process_group() as group:
         yield group
+
+
+@pytest.fixture(scope="module")
+def failures(request: pytest.FixtureRequest) -> Failures:
+    """What of the module's facts does not hold, on each of their ranks."""
+    found: Failures = request.module.FACTS.launch()
+    return found

@@ -6,13 +6,7 @@ FACTS = Facts(__name__)
 def a_mean_is_a_mean() -> None:
     ...
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 """
 
 from __future__ import annotations
@@ -22,15 +16,15 @@ import importlib
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import TIMEOUT_SECONDS, run_ranks
-from marks import mostly_long, selected
+from launch import run_ranks
+from marks import selected
 
 Fact: TypeAlias = Callable[[], None]
 Failures: TypeAlias = list[dict[str, str]]  # per rank: name → traceback
@@ -42,32 +36,49 @@ class Facts:
     def __init__(self, module: str) -> None:
         self.module = module
         self.functions: dict[str, Fact] = {}
-        self._long: set[str] = set()
+        self._cases: list[Any] = []  # of the test: the name of each fact, with its marks
 
     def __call__(self, function: Fact) -> Fact:
-        self.functions[function.__name__] = function
-        return function
+        return self.marked()(function)
 
     def long(self, function: Fact) -> Fact:
         """A fact that ``make test`` leaves out."""
-        self._long.add(function.__name__)
-        return self(function)
+        return self.marked(pytest.mark.long)(function)
 
-    @property
-    def names(self) -> list[Any]:
-        """As parameters of a test, whose argument must be ``name``."""
-        return mostly_long(self.functions, [name for name in self.functions if name not in self._long])
+    def marked(self, *marks: pytest.MarkDecorator) -> Callable[[Fact], Fact]:
+        """A fact whose test has these marks."""
 
-    def check_on(
-        self,
-        world_size: int,
-        timeout: float = TIMEOUT_SECONDS,
-        env: Mapping[str, str] | None = None,
-        backend: str | None = "gloo",
-    ) -> Failures:
-        """Those facts whose tests will run."""
-        names = selected(self.functions, self.module, "name")
-        return run_ranks(check_all, world_size, self.module, names, timeout=timeout, env=env, backend=backend)
+        def add(function: Fact) -> Fact:
+            self.functions[function.__name__] = function
+            self._cases.append(pytest.param(function.__name__, marks=marks))
+            return function
+
+        return add
+
+    def on(self, world_size: int, **options: Any) -> Callable[[Failures, str], None]:
+        """The test of all facts, to be named ``test_…``: each holds on so many ranks, which ``run_ranks`` starts with
+        these options, and which run those facts whose tests will run."""
+
+        def launch() -> Failures:
+            names = selected(self.functions, self.module, "name")
+            return run_ranks(check_all, world_size, self.module, names, **options)
+
+        return self.tested(launch)
+
+    def in_a_fresh_process(self) -> Callable[[Failures, str], None]:
+        """As ``on`` one rank that is no fork, in which autograd has run before torch knew of a device, and that makes
+        process groups itself."""
+        return self.on(1, backend=None, env={"GRAPH_FSDP_FRESH": "1"})
+
+    def tested(self, launch: Callable[[], Failures]) -> Callable[[Failures, str], None]:
+        """The test of all facts, by ``failures`` (``conftest.py``), for which ``launch`` is called once."""
+        self.launch = launch
+
+        @pytest.mark.parametrize("name", self._cases)
+        def test(failures: Failures, name: str) -> None:
+            check(failures, name)
+
+        return test
 
 
 def check(ranks: Failures, name: str) -> None:

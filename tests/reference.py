@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from models import CASES, Batch, loss_of, predict
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -31,6 +32,13 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: AdamW(parameters, lr=1e-3, foreach=True),
 }
+
+
+def fsdp2(model: Any, **options: Any) -> nn.Module:
+    """The model as users of FSDP2 shard it: each of its blocks, then the rest."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 @dataclass(frozen=True)

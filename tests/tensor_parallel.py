@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from reference import gradients_of, parameters_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -112,12 +111,6 @@ def with_sequences(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def _whole_sequences() -> PrepareModuleInput:
     return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-
-
-def fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 def ours(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:

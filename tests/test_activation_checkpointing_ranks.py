@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import GPT, VOCABULARY, GPTBlock
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -127,11 +126,4 @@ def the_users_own_checkpoint_works_with_every_policy() -> None:
         assert_equal(train(ours(value), checkpointed=True))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

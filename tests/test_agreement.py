@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from marks import mostly_long
 from models import GPT, MLP, VOCABULARY, WIDTH
@@ -28,11 +28,6 @@ from graph_fsdp.passes import BudgetError, Graph, GraphPass, PassContext, PassEr
 from graph_fsdp.runtime.ranks.agreement import agree, compare
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def rank() -> int:
@@ -346,9 +341,7 @@ def test_a_rank_may_have_a_model_of_its_own() -> None:
     run_ranks(train_one_more_on_rank_0, 2)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def come(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -63,8 +63,9 @@ def test_wrong_arguments(trained: Training, tmp_path: Path) -> None:
         save(tmp_path / "a", model, [3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="optimizer has 14 parameters that are not the model's; make it after compile"):
         save(tmp_path / "a", MLP(), torch.optim.SGD(optimizer.param_groups[0]["params"][:14]))
-    with pytest.raises(ValueError, match="keep must be a number of checkpoints, at least 1, or None for all, got 0"):
-        save(tmp_path / "a1", model, keep=0)
+    for keep in (0, True):
+        with pytest.raises(ValueError, match=f"keep must be a number of checkpoints, at least 1, .* got {keep}"):
+            save(tmp_path / "a1", model, keep=keep)
     with pytest.raises(ValueError, match="'best' has no number"):
         save(tmp_path / "best", model, keep=1)
     with pytest.raises(ValueError, match=r"'\.a' begins with a dot"):

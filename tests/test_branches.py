@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import WIDTH
 from reference import gradients_of, parameters_of
 from torch import Tensor, nn
@@ -22,11 +22,6 @@ import graph_fsdp
 from graph_fsdp import GraphBreakError
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def batch(of_rank: int, step: int) -> Tensor:
@@ -297,6 +292,4 @@ def ranks_take_different_branches_of_torch_cond() -> None:
     assert gathers >= 1
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP, WIDTH, MLPBlock
 from reference import gradients_of, parameters_of
 from torch import Tensor, nn
@@ -27,11 +26,6 @@ import graph_fsdp
 from graph_fsdp.passes import default_pipeline
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def batch(of_rank: int, step: int = 0) -> Tensor:
@@ -255,6 +249,4 @@ def models_with_other_meshes_and_options_take_turns() -> None:
             torch.testing.assert_close(value, other.get_parameter(name).detach(), rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

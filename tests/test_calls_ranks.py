@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -241,11 +241,4 @@ def a_model_that_sets_attributes_in_its_forward() -> None:
     check_gradients(model, plain)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_files import check_equal, saved, state_of, uneven, without
-from facts import Facts, Failures, check, shared_folder
+from facts import Facts, shared_folder
 from launch import run_ranks
 from models import CASES, CLASSES, GPT, MLP, WIDTH, loss_of
 from reference import parameters_of
@@ -240,14 +240,7 @@ def keys_that_are_missing_are_named_on_all_ranks() -> None:
     assert torch.equal(after["blocks.0.up.weight"], state["blocks.0.up.weight"])
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def on_hybrid_meshes() -> bool:

@@ -26,8 +26,8 @@ from graph_fsdp.runtime.comm.collectives import (
     mean_of,
     pack_gradients,
     start_all_gather,
-    start_reduce_scatter,
 )
+from graph_fsdp.runtime.comm.quantized import start_reduce_scatter
 
 Compared = Callable[[], dict[str, tuple[Tensor, Tensor]]]
 WIDTH, RANKS = 1024, 8

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from facts import Facts, Failures, check
+from facts import Facts
 from models import CLASSES, MLP, WIDTH
 from reexecution import Reexecution, cpu_graphs
 from reference import Outcome, Step, parameters_of, train_reference, train_sharded
@@ -291,11 +290,4 @@ def a_run_within_a_run_has_memory_of_its_own() -> None:
     assert runs(report.backward)["replayed"] == 3
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)  # many, and one compiles with Inductor
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)  # many, and one compiles with Inductor

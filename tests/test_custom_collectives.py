@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from printed import calls
 from torch import Tensor, nn
@@ -20,11 +20,6 @@ from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 class Counting:
@@ -187,6 +182,4 @@ def memory_of_the_process_group_changes_no_number() -> None:
         assert model(torch.randn(4, 16)).isfinite().all()
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

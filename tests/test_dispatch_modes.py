@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
+from reference import fsdp2
 from test_calls_ranks import pair, rows, whole
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,12 +41,6 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     found = {name: whole(p.grad) for name, p in model.named_parameters()}
     model.zero_grad()
     return found
-
-
-def fsdp2(model: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 def counts(model: nn.Module, x: Tensor) -> dict[str, int]:
@@ -98,14 +92,7 @@ def a_unit_that_is_unsharded_is_seen() -> None:
     assert mode.seen["c10d._allgather_base_.default"] == 1
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 class Broken(MLP):

@@ -1,94 +1,19 @@
-"""What docs/passes.md says: its code runs and prints what stands there, its tables are complete, its tests exist.
-
-``EXPECTTEST_ACCEPT=1`` writes into the page what is printed.
-"""
+"""What docs/passes.md says: its tables are complete. Its code is run by test_docs_pages.py."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
-import io
-import os
 import re
-import sys
-import types
-from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 import torch
+from pages import DOCS, ROOT, missing_tests
 
 import graph_fsdp
 from graph_fsdp.passes import Gather, GraphPass, PassContext, Reduction, Role, default_pipeline
 from graph_fsdp.passes.ir.graph import GIVEN, PHASES
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "passes.md"
-_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-@dataclasses.dataclass
-class Example:
-    """A block of Python and the block of what it prints. ``line``: of the page, where the code begins."""
-
-    line: int
-    code: str
-    expected: str
-    span: tuple[int, int]  # of the expected output in the page
-
-
-def examples(page: str) -> list[Example]:
-    found: list[Example] = []
-    for block in _FENCE.finditer(page):
-        language, body = block.groups()
-        if language == "python":
-            found.append(Example(page.count("\n", 0, block.start(2)), body, "", (0, 0)))
-        else:
-            assert language == "text" and not found[-1].expected, "each block of text is what a block of Python prints"
-            found[-1].expected, found[-1].span = body, block.span(2)
-    return found
-
-
-def printed(found: Sequence[Example], page: Path = PAGE) -> list[str]:
-    """What each prints, run one after the other in one namespace."""
-    module = types.ModuleType(f"{page.stem}_md")  # Dynamo imports a model's module by name
-    sys.modules[module.__name__] = module
-    outputs = []
-    for example in found:
-        torch._dynamo.reset()
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            # As many lines above the code as on the page: tracebacks then point into it.
-            exec(compile("\n" * example.line + example.code, str(page), "exec"), vars(module))
-        outputs.append(output.getvalue())
-    del sys.modules[module.__name__]
-    return outputs
-
-
-def accept(found: Sequence[Example], outputs: Sequence[str], path: Path = PAGE) -> None:
-    page = path.read_text()
-    for example, output in reversed(list(zip(found, outputs, strict=True))):
-        if example.span != (0, 0):
-            page = page[: example.span[0]] + output + page[example.span[1] :]
-    path.write_text(page)
-
-
-EXAMPLES = examples(PAGE.read_text())
-
-
-@pytest.fixture(scope="module")
-def outputs() -> list[str]:
-    found = printed(EXAMPLES)
-    if os.environ.get("EXPECTTEST_ACCEPT"):
-        accept(EXAMPLES, found)
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("index", range(len(EXAMPLES)), ids=[f"line {example.line}" for example in EXAMPLES])
-def test_code_of_the_page_prints_what_stands_there(outputs: list[str], index: int) -> None:
-    assert outputs[index] == EXAMPLES[index].expected
+PAGE = DOCS / "passes.md"
 
 
 def first_column(header: str) -> list[str]:
@@ -144,27 +69,8 @@ def test_options_of_the_default_pipeline_are_listed() -> None:
     assert set(default_pipeline.__kwdefaults__) <= listed
 
 
-def missing_tests(page: str) -> tuple[list[str], int]:
-    """Tests that a page names and that are not there, and how many it names."""
-    named = re.findall(r"`(test_\w+\.py)`((?:,\s+`\w+`)*)", page)
-    missing = []
-    for file, functions in named:
-        if not (ROOT / "tests" / file).exists():
-            missing.append(file)
-            continue
-        tree = ast.parse((ROOT / "tests" / file).read_text())
-        known = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        missing += [f"{file}: {name}" for name in re.findall(r"`(\w+)`", functions) if name not in known]
-    return missing, len(named)
-
-
-def test_tests_that_the_page_names_exist() -> None:
-    missing, count = missing_tests(PAGE.read_text())
-    assert missing == [] and count > 15
-
-
 def test_each_difference_from_fsdp2_names_its_test() -> None:
-    page = (ROOT / "docs" / "migrating.md").read_text()
+    page = (DOCS / "migrating.md").read_text()
     table = page.split("## Where numbers or behaviour differ from FSDP2")[1].split("\n## ")[0]
     rows = [row for row in table.splitlines() if row.startswith("| ")][2:]
     assert len(rows) >= 8

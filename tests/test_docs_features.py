@@ -38,15 +38,14 @@ def is_long(expression: ast.expr) -> bool:
 
 
 def short_tests(source: str) -> list[str]:
-    """Names of the tests of a file that are not marked, at least not in all their cases."""
+    """Names of the tests of a file that are not marked, at least not in all their cases. ``test_a = …`` is one, too."""
     body = ast.parse(source).body
-    marks = [
-        node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-    ]
-    if any(map(is_long, marks)):
+    assigned = {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
+    if "pytestmark" in assigned and is_long(assigned["pytestmark"]):
         return []
-    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    return [function.name for function in functions if not any(map(is_long, function.decorator_list))]
+    marks = {node.name: node.decorator_list for node in body if isinstance(node, ast.FunctionDef)}
+    marks |= {name: [value.func] for name, value in assigned.items() if isinstance(value, ast.Call)}
+    return [name for name, of in marks.items() if name.startswith("test_") and not any(map(is_long, of))]
 
 
 def named(cell: str) -> list[Path]:
@@ -74,5 +73,6 @@ def test_there_are_rows() -> None:
 def test_a_long_test_is_seen() -> None:
     source = "@pytest.mark.long\n@pytest.mark.timeout(9)\ndef test_a(): ...\ndef test_b(): ...\ndef no_test(): ...\n"
     assert short_tests(source) == ["test_b"]
+    assert short_tests("test_a = pytest.mark.long(FACTS.on(2))\ntest_b = FACTS.on(2)\n") == ["test_b"]
     assert short_tests(source + "pytestmark = pytest.mark.long") == []
     assert short_tests(source + "pytestmark = [pytest.mark.timeout(1), pytest.mark.long]") == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dropless import Experts, MoE
-from facts import Facts, Failures, check
+from facts import Facts
 from reference import check_close, gradients_of, parameters_of
 from test_parameter_meshes import WIDTH, meshes, ours, rank, tokens, train
 
@@ -61,11 +61,6 @@ def test_products_in_groups_are_those_of_the_model(grouped: Any, backend: str) -
 
 
 # Numbers of tokens that depend on values
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
 
 
 def check_trained(sizes: tuple[int, int], steps: int = 5, **options: Any) -> MoE:
@@ -127,6 +122,4 @@ def kept_gradients_go_with_sizes_of_exchanges() -> None:
     assert parameters_of(model).keys() == parameters_of(one).keys()
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from experts import Experts
-from facts import Facts, Failures, check
+from facts import Facts
 from test_parameter_meshes import check_as_one_process, model_of, ours, rank, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -12,11 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 FACTS = Facts(__name__)
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(8)
 
 
 @FACTS
@@ -39,6 +34,4 @@ def experts_stand_beside_tensor_parallel_matrices() -> None:
     check_as_one_process(train(model, 5, rank=data.get_local_rank(), ranks=4), 5)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_eight_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_eight_ranks = FACTS.on(8)

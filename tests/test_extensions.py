@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from models import MLP
 from printed import bucket_tables, stage_text
+from reference import fsdp2
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -36,11 +37,6 @@ _KEEP = {
     aten.clone.default,
     aten.detach.default,
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 class Wrapped(torch.Tensor):
@@ -198,13 +194,6 @@ def train(model: nn.Module, steps: int = 2) -> dict[str, Tensor]:
     return found
 
 
-def fsdp2(kind: type[Wrapped], **options: Any) -> nn.Module:
-    model = extended(kind)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
 def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(actual) == list(expected)
     for name, value in expected.items():
@@ -214,13 +203,13 @@ def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @functools.cache
 def trained() -> dict[str, Tensor]:
     """On this rank by FSDP2, with int8 weights."""
-    return train(fsdp2(Int8Rows))
+    return train(fsdp2(extended(Int8Rows)))
 
 
 @FACTS
 def in_bfloat16_too() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    equal(train(compiled(Int8Rows, mp_policy=policy)), train(fsdp2(Int8Rows, mp_policy=policy)))
+    equal(train(compiled(Int8Rows, mp_policy=policy)), train(fsdp2(extended(Int8Rows), mp_policy=policy)))
 
 
 @FACTS
@@ -251,7 +240,7 @@ def shards_are_plain_and_evaluation_works() -> None:
         evaluated = model(x)
     torch.manual_seed(0)
     with torch.no_grad():
-        assert torch.equal(evaluated, fsdp2(Int8Rows)(x))
+        assert torch.equal(evaluated, fsdp2(extended(Int8Rows))(x))
 
 
 def with_inductor_numbers_are_close() -> None:
@@ -265,9 +254,7 @@ def test_with_inductor_on_two_ranks() -> None:
     run_ranks(with_inductor_numbers_are_close, 2)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def test_one_process_quantises_and_gathers_nothing() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from printed import bucket_table, calls, sequence
+from reference import fsdp2
 from test_extensions import Float8, Wrapped, extended, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -23,11 +24,6 @@ from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 class Scaled(Float8):
@@ -89,10 +85,7 @@ def test_ranks_agree_on_the_all_reduce() -> None:
 
 @FACTS
 def a_scale_of_all_ranks_trains_as_with_fsdp2() -> None:
-    theirs = extended(Scaled)
-    for block in theirs.blocks:
-        fully_shard(block)
-    expected = train(fully_shard(theirs))
+    expected = train(fsdp2(extended(Scaled)))
     for options in (
         {"reshard_after_forward": True},
         {"reshard_after_forward": False, "passes": default_pipeline(bucket="none")},
@@ -152,10 +145,8 @@ def of_fsdp2(emulate: bool, width: int = 64, precompute: bool = False) -> list[T
     return losses_and_parameters(fully_shard(model), precompute)
 
 
-@FACTS
+@FACTS.marked(needs_torchao)
 def torchaos_float8_trains_as_with_fsdp2() -> None:
-    if importlib.util.find_spec("torchao") is None:
-        return
     by_layer = {"reshard_after_forward": True, "auto_wrap_policy": {nn.Linear}}
     for emulate, options in ((False, {}), (True, by_layer)):
         torch._dynamo.reset()
@@ -167,10 +158,8 @@ def torchaos_float8_trains_as_with_fsdp2() -> None:
         assert graph_fsdp.inspect(model).collectives["payload_reduce"] == 2
 
 
-@FACTS
+@FACTS.marked(needs_torchao)
 def rows_that_do_not_divide_by_the_ranks() -> None:
-    if importlib.util.find_spec("torchao") is None:
-        return
     """FSDP2 has no uneven shards of extended weights: a first loss is that of one process."""
     plain = converted(True, width=63)
     model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
@@ -199,8 +188,4 @@ root#1 gather 2 1,024 kept""",
     )
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    if "torchao" in name or "rows" in name:
-        pytest.importorskip("torchao")
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import llama
 from test_calls_ranks import check_gradients, pair, rows, whole
 from torch import Tensor, nn
@@ -73,7 +73,12 @@ def residual(m: Two, x: Tensor) -> Tensor:
     return u - slope
 
 
-@FACTS
+@FACTS.marked(
+    pytest.mark.skipif(
+        not hasattr(torch._dynamo.config, "trace_autograd_ops"),
+        reason="torch.autograd.grad is traced from torch 2.11 on",
+    )
+)
 def derivatives_in_a_forward() -> None:
     x = rows(6, 8).requires_grad_()
     trains_as_plain(residual, x=x)
@@ -179,13 +184,4 @@ def a_model_made_in_inference_mode_trains() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    if name == "derivatives_in_a_forward" and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
-        pytest.skip("torch.autograd.grad is traced from torch 2.11 on")
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

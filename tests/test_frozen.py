@@ -10,33 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP, WIDTH, Batch, hf_tokens
-from reference import gradients_of, parameters_of, rows_of, whole
+from reference import fsdp2, gradients_of, parameters_of, rows_of, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 
 FACTS = Facts(__name__)
-HAS_PEFT = importlib.util.find_spec("peft") is not None and importlib.util.find_spec("transformers") is not None
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
+needs_peft = pytest.mark.skipif(
+    None in map(importlib.util.find_spec, ("peft", "transformers")), reason="peft and transformers are not installed"
+)
 
 
 def ours(model: nn.Module, **options: Any) -> nn.Module:
     return graph_fsdp.compile(model, backend="eager", **options)
-
-
-def fsdp2(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 # Frozen in each step: nothing, all of a unit, parameters of each unit, and nothing, twice.
@@ -88,10 +78,8 @@ def lora() -> nn.Module:
     return model
 
 
-@FACTS
+@FACTS.marked(needs_peft)
 def lora_adapters_of_a_hugging_face_model_train_as_in_one_process() -> None:
-    if not HAS_PEFT:
-        return
     from peft import get_peft_model_state_dict
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -125,11 +113,7 @@ def lora_adapters_of_a_hugging_face_model_train_as_in_one_process() -> None:
     assert all(isinstance(value, DTensor) for value in local.values())
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    if "lora" in name:
-        pytest.importorskip("peft")
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def test_a_frozen_unit_is_gathered_and_not_reduced(fake_group: None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -331,11 +331,4 @@ def a_write_on_one_rank_alone_is_an_error_on_all() -> None:
         model(batch(1))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from facts import Facts, Failures, check
+from facts import Facts
 from test_gather_ahead import BETWEEN, alike
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -28,11 +27,4 @@ def what_is_done_between_step_and_forward_counts() -> None:
         alike(between=between, mesh=mesh)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from models import MLP
 from test_export import Mixed, built, check_exported, compiled
@@ -87,7 +87,7 @@ def test_wrong_arguments_are_named_and_nothing_is_written() -> None:
         with pytest.raises(error, match=text):
             graph_fsdp.import_(model, given, **options)  # type: ignore[arg-type]
     check_exported(list(graph_fsdp.export(model)), built(MLP))
-    with pytest.raises(TypeError, match=r"model must be one that graph_fsdp\.compile has returned, got MLP"):
+    with pytest.raises(TypeError, match=r"MLP was not compiled by graph_fsdp; call graph_fsdp\.compile first"):
         graph_fsdp.import_(MLP(), {})
 
 
@@ -181,14 +181,7 @@ def ranks_that_ask_for_different_things_or_have_them_are_told() -> None:
         graph_fsdp.import_(model, state, rank=1)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def on_meshes_of_two_dimensions() -> None:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from allocations import SLACK, measure
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from printed import stage_text
+from test_distribute_optimizer import assert_same
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 import graph_fsdp
@@ -26,11 +26,6 @@ from graph_fsdp.passes.transforms.edits import with_results
 
 WORLD_SIZE, STEPS = 2, 3
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(WORLD_SIZE)
 
 
 class Net(nn.Module):
@@ -73,18 +68,6 @@ def trained(in_backward: bool, make: Callable[[nn.Module], Optimizer] = adamw, *
     return {"model": dict(model.named_parameters()), "state": state["state"], "groups": state["param_groups"]}
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, Tensor):
-        found, expected = (v.to_local() if isinstance(v, DTensor) else v for v in (found, expected))
-        assert torch.equal(found, expected)
-    else:
-        assert found == expected
-
-
 @FACTS
 def values_states_and_schedules_are_those_of_steps_after_backward() -> None:
     assert_same(trained(True), trained(False))
@@ -125,9 +108,7 @@ def two_optimizers_share_a_model() -> None:
     assert_same(model_of(True), model_of(False))
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(WORLD_SIZE)
 
 
 def step(model: nn.Module, optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from tracing import forgetting
 
@@ -69,11 +69,4 @@ def no_graph_stays_where_process_groups_remember_the_code_that_ran() -> None:
     assert not alive("Node") and not alive("GraphModule")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

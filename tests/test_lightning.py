@@ -16,15 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from facts import Facts, Failures, check, shared_folder
+from facts import Facts, shared_folder
 from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models import GPT, SEQUENCE, VOCABULARY
-from test_docs import ROOT, examples, missing_tests, printed
+from pages import DOCS, ROOT, examples, printed
+from reference import fsdp2 as with_fsdp2
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,16 +37,14 @@ sys.path.insert(0, str(ROOT / "examples"))
 import lightning_gpt
 
 FACTS = Facts(__name__)
-PAGE = ROOT / "docs" / "lightning.md"
+PAGE = DOCS / "lightning.md"
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
 def fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if isinstance(model, FSDPModule):
         return model
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh["data_parallel"])
-    return fully_shard(model, mesh=mesh["data_parallel"])
+    return with_fsdp2(model, mesh=mesh["data_parallel"])
 
 
 ours: Parallelize = functools.partial(shard, backend="eager")
@@ -292,16 +291,8 @@ def the_example_learns_and_resumes() -> None:
     assert resumed[-1] < losses[-1] < losses[0] and after < validation
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    # Lightning asks this variable whether something else has started the processes.
-    return FACTS.check_on(2, env={"TORCHELASTIC_RUN_ID": "tests"})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+# Lightning asks this variable whether something else has started the processes.
+test_on_two_ranks = pytest.mark.long(FACTS.on(2, env={"TORCHELASTIC_RUN_ID": "tests"}))
 
 
 # In one process
@@ -361,8 +352,3 @@ def test_precisions_that_lightning_does_not_have_with_this_strategy_are_its_own_
     strategy = fabric_strategies.ModelParallelStrategy(ours, data_parallel_size=1, tensor_parallel_size=1)
     with pytest.raises(ValueError, match=r"does not support .*16-mixed"):
         lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="16-mixed")
-
-
-def test_tests_that_the_page_names_exist() -> None:
-    missing, count = missing_tests(PAGE.read_text())
-    assert missing == [] and count > 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,11 +24,6 @@ from graph_fsdp.runtime.ranks import agreement
 from graph_fsdp.runtime.ranks.lockstep import Lockstep
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def rank() -> int:
@@ -309,9 +304,7 @@ def zz_one_rank_waits_in_a_collective() -> None:
         function()
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def test_a_process_alone_keeps_step_with_nobody(fake_group: None) -> None:

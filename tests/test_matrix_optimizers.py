@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
@@ -36,11 +36,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([(x[:, : w.shape[1]] @ w.T).square().mean() for w in self.weights]).sum()
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(WORLD_SIZE)
 
 
 def compiled(mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
@@ -289,9 +284,7 @@ def a_rule_may_do_all_by_itself() -> None:
     )
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(WORLD_SIZE)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from allocations import measure
 from conftest import fake_process_group
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from marks import mostly_long
 from models import MLP, SMALL_CASES, loss_of
 from torch import Tensor, nn
@@ -223,14 +223,7 @@ def gathered_bytes_are_those_that_the_executor_counts_on_ranks() -> None:
     gathered_as_counted("uneven", None, prefetch=1)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 # Against what is allocated

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from facts import Facts, Failures, check, shared_folder
+from facts import Facts, shared_folder
 from resuming import Training, compiled, different, odd
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -316,11 +316,4 @@ def an_error_in_the_background_is_told() -> None:
         first.save(runs / "step_3", memory=True)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from facts import Facts, Failures, check
+from facts import Facts
 from printed import calls
 from reference import check_close, gradients_of, parameters_of
 from test_bad_input import MLP, batch, refuse
@@ -139,11 +139,4 @@ def parts_of_sequences_train_as_whole_ones() -> None:
     assert engine_of(model).spec.world_size == 4 == dist.get_world_size()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)

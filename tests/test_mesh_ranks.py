@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from marks import mostly_long, selected
 from models import MLP
@@ -154,11 +154,6 @@ def test_replicated_steps_on_four_ranks_equal_ddp() -> None:
 FACTS = Facts(__name__)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
-
-
 def batch() -> Tensor:
     return torch.ones(4, 16)
 
@@ -272,9 +267,7 @@ def run_stage(stage: Any, inputs: list[Tensor]) -> list[Any]:
         return list(namespace["forward"](*inputs))
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)
 
 
 # Against one process, which sees the rows of all ranks as one batch

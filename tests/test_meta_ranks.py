@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocations import SLACK, nbytes, peak_of
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from models import CASES, CLASSES, MLP, WIDTH, Batch, UnevenBlock, loss_of
 from reference import parameters_of, rows_of, whole
@@ -251,11 +251,4 @@ def an_option_of_one_rank() -> None:
         graph_fsdp.compile(MLP(), backend="eager", sync_module_states=dist.get_rank() == 1)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -289,6 +289,16 @@ def test_inductor_computes_with_what_is_written_to_whole_parameters(regions: str
     assert torch.equal(model.head.weight.to_local(), plain.head.weight[:1])  # type: ignore[attr-defined]
 
 
+def test_unsharded_without_recurse_is_of_the_modules_own_unit() -> None:
+    model = compiled()
+    with graph_fsdp.unsharded(model, recurse=False):
+        assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == [
+            "head.weight",
+            "head.bias",
+        ]
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
 def test_a_forward_may_call_its_own_model() -> None:
     class Twice(nn.Linear):
         def forward(self, x: Tensor, again: bool = True) -> Tensor:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -135,11 +135,4 @@ def what_ranks_have_published_is_deleted() -> None:
     assert abs(counts[1] - counts[0]) <= 1, "the record before this step may be there, or be read already"
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP, UnevenBlock
 from printed import bucket_table, calls, sequence, stage_text
+from reference import fsdp2
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -28,11 +29,6 @@ from graph_fsdp.report.report import GraphReport
 OFFLOADED = CPUOffloadPolicy()
 FACTS = Facts(__name__)
 aten = torch.ops.aten
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def report_of(model: nn.Module | None = None, **options: Any) -> GraphReport:
@@ -167,12 +163,9 @@ def compiled(model: nn.Module | None = None, **options: Any) -> nn.Module:
         return graph_fsdp.compile(model or MLP(), backend="eager", **options)
 
 
-def fsdp2(policy: OffloadPolicy, **options: Any) -> nn.Module:
+def of_fsdp2(policy: OffloadPolicy, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = MLP()
-    for block in model.blocks:
-        fully_shard(block, offload_policy=policy, **options)
-    return fully_shard(model, offload_policy=policy, **options)
+    return fsdp2(MLP(), offload_policy=policy, **options)
 
 
 def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -184,13 +177,13 @@ def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @functools.cache
 def trained() -> dict[str, Tensor]:
     """On this rank, by FSDP2 and with nothing on the CPU but what is there."""
-    return train(fsdp2(OffloadPolicy()))
+    return train(of_fsdp2(OffloadPolicy()))
 
 
 @FACTS
 def training_is_fsdp2s_bit_for_bit_with_and_without_offload() -> None:
     found = train(compiled(offload_policy=OFFLOADED))
-    equal(found, train(fsdp2(CPUOffloadPolicy(pin_memory=False))))
+    equal(found, train(of_fsdp2(CPUOffloadPolicy(pin_memory=False))))
     equal(found, trained())
 
 
@@ -198,7 +191,7 @@ def training_is_fsdp2s_bit_for_bit_with_and_without_offload() -> None:
 def so_it_is_in_bfloat16_and_with_gradients_accumulated() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = train(compiled(offload_policy=OFFLOADED, mp_policy=policy), accumulate=2)
-    equal(found, train(fsdp2(CPUOffloadPolicy(pin_memory=False), mp_policy=policy), accumulate=2))
+    equal(found, train(of_fsdp2(CPUOffloadPolicy(pin_memory=False), mp_policy=policy), accumulate=2))
 
 
 @FACTS
@@ -280,9 +273,7 @@ def values_of_the_first_rank_and_of_meta_models_arrive() -> None:
     assert compiled(meta, offload_policy=OFFLOADED)(x).isfinite().all()
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 # The option itself

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -19,11 +18,6 @@ import graph_fsdp
 WORLD_SIZE, STEPS = 2, 3
 FACTS = Facts(__name__)
 Train = Callable[[nn.Module, Iterator[Tensor]], dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(WORLD_SIZE)
 
 
 def full(value: Tensor) -> Tensor:
@@ -229,6 +223,4 @@ def an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("fact", FACTS.names)
-def test_on_two_ranks(ranks: Failures, fact: str) -> None:
-    check(ranks, fact)
+test_on_two_ranks = FACTS.on(WORLD_SIZE)

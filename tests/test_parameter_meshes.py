@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from experts import Experts, MoE
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from printed import bucket_table, calls
 from reference import check_close, gradients_of, parameters_of
@@ -198,11 +198,6 @@ def placed(p: nn.Parameter, mesh: DeviceMesh, own: DeviceMesh) -> Any:
 FACTS = Facts(__name__)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
-
-
 @FACTS
 def pairs_of_ranks_with_experts_equal_one_process_and_fsdp2() -> None:
     mesh, own = meshes(2, 2)
@@ -311,9 +306,7 @@ def whole_units_and_the_first_ranks_values_go_with_meshes() -> None:
     assert [experts == whole[0][1] for _, experts in whole] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)
 
 
 def another_mesh() -> str:

@@ -9,22 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP, WIDTH
-from reference import gradients_of, parameters_of
+from reference import fsdp2, gradients_of, parameters_of
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 class Stop(Exception):
@@ -55,8 +50,7 @@ def models(**options: Any) -> list[nn.Module]:
     shares, gathers, theirs = Broken(), Broken(), Broken()
     for other in (gathers, theirs):
         other.load_state_dict(shares.state_dict())
-    for module in (*theirs.blocks, theirs):
-        fully_shard(module, mp_policy=options.get("mp_policy", MixedPrecisionPolicy()))
+    fsdp2(theirs, mp_policy=options.get("mp_policy", MixedPrecisionPolicy()))
     options = {"backend": "eager", "fullgraph": False, **options}
     graph_fsdp.compile(shares, **options)
     graph_fsdp.compile(gathers, **options, passes=default_pipeline(budget=1 << 30))
@@ -160,6 +154,4 @@ def a_parameter_that_one_rank_alone_reads_is_an_error_on_both() -> None:
         model(batch(0))
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from printed import stage_text
 from test_bad_input import accept, refuse
@@ -217,11 +217,4 @@ def ranks_that_say_other_dimensions_are_told() -> None:
         ours(MLP(), shard_placement_fn=lambda p: Shard(dim) if p.dim() == 2 else None)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import CLASSES, MLP, WIDTH, Case, loss_of, vectors
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,11 +17,6 @@ from graph_fsdp.passes import default_pipeline
 from graph_fsdp.profiling.profiling import Ran
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def of_all_ranks(found: graph_fsdp.Profile) -> list[graph_fsdp.Profile]:
@@ -135,6 +129,4 @@ def model_of_seed() -> nn.Module:
     return MLP(depth=3)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

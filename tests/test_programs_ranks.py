@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check, shared_folder
+from facts import Facts, shared_folder
 from models import MLP, WIDTH
 from torch import Tensor
 
@@ -17,11 +16,6 @@ from graph_fsdp.runtime.ranks import agreement
 
 FACTS = Facts(__name__)
 STEPS = 2
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 Start: TypeAlias = tuple[list[Tensor], list[Tensor], GraphReport]
@@ -96,6 +90,4 @@ def ranks_compare_what_they_have_found() -> None:
     assert any("/collectives" in prefix for prefix in seen)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

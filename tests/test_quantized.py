@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check, shared_folder
+from facts import Facts, shared_folder
 from printed import bucket_tables, calls
 from test_repeat import check_equal
 from torch import Tensor, nn
@@ -32,11 +32,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 Quantize = Callable[[nn.Linear], None]
@@ -367,6 +362,4 @@ def weights_of_bitsandbytes_train_adapters_as_one_process_does() -> None:
         assert all(v.shape != (WIDTH, WIDTH) for v in saved)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from models import MLP, WIDTH
 from printed import calls
@@ -32,11 +32,6 @@ from graph_fsdp.report.report import engine_of
 FACTS = Facts(__name__)
 INT8, E4M3, E5M2 = TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 LARGEST = {INT8: 127.0, E4M3: 448.0, E5M2: 57344.0}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def policy(dtype: torch.dtype, **others: Any) -> MixedPrecisionPolicy:
@@ -301,9 +296,7 @@ def a_collective_of_the_users_own_is_refused() -> None:
     assert engine_of(model).comms.reduce_scatter is None
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def replicas_add_up_in_float32() -> None:

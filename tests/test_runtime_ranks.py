@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import GPT, MLP, VOCABULARY
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -32,11 +31,6 @@ from graph_fsdp.report.report import engine_of
 
 WORLD_SIZE = 2
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(WORLD_SIZE)
 
 
 # Collectives: what each rank gets for parameters of every shape
@@ -246,6 +240,4 @@ def parameters_gradients_and_adam_state_take_a_ranks_share() -> None:
     assert engine_of(model).counter.current == 0
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(WORLD_SIZE)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -24,11 +24,6 @@ WORLD_SIZE = 2
 FACTS = Facts(__name__)
 # Two rows over two ranks, seven over two (padded on the second), one over two (the second holds nothing).
 SIZES = (2, 7, 1, 6)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(WORLD_SIZE)
 
 
 def model(**options: Any) -> nn.Module:
@@ -206,6 +201,4 @@ def an_optimizer_state_of_whole_tensors_is_refused_before_anything_changes() -> 
     assert all(torch.equal(before[n].to_local(), p.to_local()) for n, p in trained.named_parameters())
 
 
-@pytest.mark.parametrize("fact", FACTS.names)
-def test_on_two_ranks(ranks: Failures, fact: str) -> None:
-    check(ranks, fact)
+test_on_two_ranks = FACTS.on(WORLD_SIZE)

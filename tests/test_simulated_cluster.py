@@ -15,12 +15,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from models import CLASSES, MLP, WIDTH
+from reference import fsdp2
 from simulated_group import Launch, SimulatedGroup, simulated_group
 from simulated_link import INSTANT, Link
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
@@ -294,10 +295,7 @@ def test_fsdp2_and_graph_fsdp_train_alike(shape: tuple[int, ...], policy: MixedP
         return graph_fsdp.compile(MLP(), mesh, mp_policy=policy, backend="eager")
 
     def theirs(mesh: DeviceMesh) -> nn.Module:
-        model = MLP()
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        return fsdp2(MLP(), mesh=mesh, mp_policy=policy)
 
     found = []
     with simulated_group(8, LINK) as world:

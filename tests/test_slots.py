@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import FAKE_WORLD_SIZE
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from marks import mostly_long
 from models import MLP, SMALL_CASES, loss_of
@@ -355,14 +355,7 @@ def compare_others_with_no_slots() -> None:
         compare_with_no_slots(case, reshard)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 @pytest.mark.long

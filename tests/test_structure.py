@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fake_process_group
-from facts import Facts, Failures, check
+from facts import Facts
 from marks import mostly_long
+from reference import fsdp2
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import graph_fsdp
 from graph_fsdp.errors import GraphBreakError, ParameterChangedError
@@ -227,10 +227,7 @@ def _pair() -> tuple[Any, Any]:
     """Ours and FSDP2's of the same model."""
     model = compiled()
     torch.manual_seed(0)
-    fsdp2 = Model()
-    for block in fsdp2.blocks:
-        fully_shard(block)
-    return model, fully_shard(fsdp2)
+    return model, fsdp2(Model())
 
 
 def _equal_steps(model: Any, fsdp2: Any) -> None:
@@ -270,11 +267,4 @@ def a_module_that_comes_is_an_error_on_all_ranks() -> None:
         raise AssertionError("it trains")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

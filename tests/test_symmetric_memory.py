@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from symmetric import Asked, standing_in
 from torch import Tensor, nn
@@ -25,11 +25,6 @@ from graph_fsdp.runtime.ranks.agreement import RankDisagreement
 
 FACTS = Facts(__name__)
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def compiled(**options: Any) -> Any:
@@ -174,6 +169,4 @@ def ranks_whose_slots_differ_are_told() -> None:
     assert not asked.exchanged
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

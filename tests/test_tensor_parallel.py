@@ -10,15 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from printed import stage_text
-from reference import check_close, parameters_of
+from reference import check_close, fsdp2, parameters_of
 from tensor_parallel import (
     Block,
     Transformer,
     batch,
-    fsdp2,
     ours,
     train,
     with_matrices,
@@ -211,7 +210,7 @@ def check_against_fsdp2(plan: str, optimizer: str, *, attention: bool = True, **
     mesh = two_by_two()
     models, found = [], []
     for shard in (fsdp2, ours):
-        models.append(shard(PLANS[plan](Transformer(attention=attention), mesh["tp"]), mesh["dp"], **options))
+        models.append(shard(PLANS[plan](Transformer(attention=attention), mesh["tp"]), mesh=mesh["dp"], **options))
         found.append(train(models[-1], optimizer, 2, mesh["dp"].get_local_rank(), 2, CLIPPED[plan]))
     for kind in ("gradients", "parameters"):
         theirs, own = (results[kind] for results in found)
@@ -304,16 +303,9 @@ def steps_with_inductor_equal_one_process() -> None:
     check_training(ours, "sequences", "sgd", bound=1e-4, backend="inductor", regions="whole")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
-
-
 @pytest.mark.long
 def test_with_inductor_on_four_ranks() -> None:
     run_ranks(steps_with_inductor_equal_one_process, 4, timeout=280)
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from facts import Facts, Failures, check
+from facts import Facts
 from reference import check_close
 from tensor_parallel import Transformer, ours, train, with_matrices, with_sequences
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,11 +11,6 @@ import graph_fsdp
 from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(4)
 
 
 @FACTS
@@ -44,6 +38,4 @@ def resharded_to_pairs_of_ranks_equal_one_process() -> None:
     assert "keep_shard" in graph_fsdp.inspect(model).forward.stages["free"].body
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_four_ranks = FACTS.on(4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from models import MLP
 from printed import calls
@@ -34,11 +34,6 @@ pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
 FACTS = Facts(__name__)
 WIDTH = 64
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 def blocks(module: nn.Module, name: str) -> bool:
@@ -189,9 +184,7 @@ def gradients_may_be_quantized_too() -> None:
     assert 0 < (found - expected).norm() / expected.norm() < 0.05
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def with_replicas() -> None:

@@ -179,7 +179,7 @@ def test_wrong_arguments_change_nothing(manager: Any) -> None:
     model = compiled()
     optimizer = adamw(model)
     for arguments, message in (
-        ((nn.Linear(4, 4), manager, optimizer), "model must be one that graph_fsdp.compile has returned"),
+        ((nn.Linear(4, 4), manager, optimizer), "model: Linear was not compiled by graph_fsdp"),
         ((model, optimizer, optimizer), "manager must be a torchft.Manager, and this AdamW has no allreduce"),
         ((model, manager, None), "optimizer must be one or several"),
         ((model, manager, [model]), "optimizer must be a torch.optim.Optimizer"),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from facts import Facts, Failures, check
+from facts import Facts
 from test_calls_ranks import check_gradients, pair, rows, whole
 from test_unshard_ranks import gathers_of
 from torch import Tensor, nn
@@ -108,11 +107,4 @@ def a_tied_head_is_called_by_itself() -> None:
         assert isinstance(model.embed.weight, DTensor)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

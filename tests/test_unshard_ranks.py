@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP, llama
+from reference import fsdp2
 from test_calls_ranks import check_gradients, pair, rows, whole
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -106,10 +107,7 @@ def trained(prepare: Any, **options: Any) -> tuple[dict[str, Tensor], int]:
 
 def fsdp2_trained() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = MLP(depth=3)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = fsdp2(MLP(depth=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         for last in (False, True):
@@ -266,8 +264,7 @@ def resharding_gives_back_what_is_kept_for_backward() -> None:
     """As FSDP2 does; two forwards, whose backwards come in any order, and one that never comes."""
     torch.manual_seed(0)
     model, plain = pair(MLP(), reshard_after_forward=False)
-    for unit in (*plain.blocks, plain):
-        fully_shard(unit, reshard_after_forward=False)
+    fsdp2(plain, reshard_after_forward=False)
     x = rows(4, 16)
     model(x).square().mean().backward()
     plain(x).square().mean().backward()
@@ -315,8 +312,7 @@ def handles_in_a_forward_are_waited_for() -> None:
     torch.manual_seed(0)
     plain: Any = Ahead()
     models = [(False, copy.deepcopy(plain)), (True, copy.deepcopy(plain))]
-    for unit in (*plain.blocks, plain):
-        fully_shard(unit, reshard_after_forward=True)
+    fsdp2(plain, reshard_after_forward=True)
     plain(rows(4, 16)).square().mean().backward()
     for fullgraph, same in models:
         model = graph_fsdp.compile(same, backend="eager", fullgraph=fullgraph)
@@ -338,14 +334,7 @@ def ranks_that_do_not_all_reshard_are_found() -> None:
         loss.backward()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 def test_whole_parameters_in_one_process() -> None:

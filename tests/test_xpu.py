@@ -12,7 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from launch import run_ranks
 from models import MLP, WIDTH
-from test_docs import ROOT, missing_tests
+from pages import ROOT
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from virtual import library
@@ -193,8 +193,3 @@ def test_process_groups_of_xpu_are_xccls() -> None:
         "cuda": "nccl",
         "xpu": "xccl",
     }
-
-
-def test_tests_that_the_page_names_exist() -> None:
-    missing, count = missing_tests((ROOT / "docs" / "xpu.md").read_text())
-    assert missing == [] and count > 0

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from graph_fsdp.checkpoint.full import compiled_model
-from graph_fsdp.checkpoint.together import groups_of, in_step, meet
+from graph_fsdp.checkpoint.together import check_rank, groups_of, in_step, meet
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
-from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.report.report import engine_of
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -57,12 +57,12 @@ def export(
         ParameterChangedError: a parameter was written to since the call: an optimizer's step ran between two tensors.
         RankFailure: another rank raised in it, or has died; on the CPU after ``agreement.PATIENCE_SECONDS`` at most.
     """
-    engine = compiled_model(model)._graph_fsdp
+    engine = engine_of(model)
     mesh = engine.storage.mesh
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):
         buckets = _buckets(model, dtype, max_bytes)
-        _check_receivers(mesh, rank)
+        check_rank(mesh, rank)
         named = [f"{names} {tuple(t.shape)} {t.dtype}" for bucket in buckets for t, names in bucket]
         facts += [f"export(dtype={dtype}, max_bytes={max_bytes}, rank={rank})", *named]
     member = isinstance(group, dist.ProcessGroup)
@@ -109,7 +109,7 @@ def _buckets(model: Any, dtype: torch.dtype | None, max_bytes: int | None) -> li
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0):
+    if max_bytes is not None and not is_count(max_bytes):
         raise ValueError(f"max_bytes must be a positive number of bytes or None, got {max_bytes!r}")
     names: dict[Tensor, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -127,12 +127,6 @@ def _buckets(model: Any, dtype: torch.dtype | None, max_bytes: int | None) -> li
         buckets[-1].append((tensor, own))
         unit, size = of_unit, size + nbytes
     return buckets
-
-
-def _check_receivers(mesh: DataParallelMesh | None, rank: int | None) -> None:
-    ranks = (0,) if mesh is None else mesh.ranks
-    if rank is not None and rank not in ranks:
-        raise ValueError(f"rank must be a global rank of the model's mesh, {ranks[0]} to {ranks[-1]}, got {rank!r}")
 
 
 def _exported(

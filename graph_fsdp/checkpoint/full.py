@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from graph_fsdp.initialise.initial_values import agreeing_on_values, checkpoint_facts
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, Rename, match_keys
-from graph_fsdp.module.module import GraphFSDPModule
+from graph_fsdp.report.report import engine_of
 
 
 def load_safetensors(
@@ -26,7 +26,7 @@ def load_safetensors(
         CheckpointError: on every rank, before anything is written: the files cannot be read or do not fit the model.
         RankDisagreement: ranks were given different files, or another rank cannot read its own; likewise.
     """
-    mesh = compiled_model(model)._graph_fsdp.storage.mesh
+    mesh = engine_of(model).storage.mesh
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):
         files, matched = Safetensors(path, strict, rename).match(model)
@@ -46,7 +46,7 @@ def load_full_state_dict(
         RankDisagreement: the same, on the other ranks.
         ValueError: the model's mesh has not all ranks of the default process group.
     """
-    mesh = compiled_model(model)._graph_fsdp.storage.mesh
+    mesh = engine_of(model).storage.mesh
     if mesh is not None and len(mesh.ranks) != dist.get_world_size():
         raise ValueError(
             f"model: its mesh has {len(mesh.ranks)} of {dist.get_world_size()} ranks, and load_full_state_dict takes a "
@@ -82,13 +82,3 @@ def _fitting(
     last_first = reversed(model.state_dict(keep_vars=True).items())
     first_name = {value: name for name, value in last_first if isinstance(value, Tensor)}
     return {first_name[value]: state_dict[key] for value, key in matched.key_of.items()}, matched.incompatible
-
-
-def compiled_model(model: nn.Module) -> GraphFSDPModule:
-    """Return the model that was given. Raises TypeError for one that is not compiled."""
-    if not isinstance(model, GraphFSDPModule):
-        raise TypeError(
-            f"model must be one that graph_fsdp.compile has returned, got {type(model).__name__}; load before it with "
-            "load_state_dict, or compile with checkpoint="
-        )
-    return model

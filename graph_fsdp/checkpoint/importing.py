@@ -20,12 +20,13 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.checkpoint.full import compiled_model
-from graph_fsdp.checkpoint.together import in_step, meet
+from graph_fsdp.checkpoint.together import check_rank, in_step, meet
 from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, size_mismatch
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime.ranks.agreement import digest
 
 if TYPE_CHECKING:
@@ -73,18 +74,18 @@ def import_(
             on another rank.
         RankFailure: another rank raised in it, or has died.
     """
-    engine = compiled_model(model)._graph_fsdp
+    engine = engine_of(model)
     mesh = engine.storage.mesh
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):
         _check(engine, mesh, tensors, rank, max_bytes, strict)
         facts += [f"import_(rank={rank}, max_bytes={max_bytes}, strict={strict})"]
         written = _Written(model, strict)
-        stream = iter(()) if tensors is None else _in_order(tensors)
+        stream = iter(tensors.items() if isinstance(tensors, Mapping) else () if tensors is None else tensors)
         if isinstance(tensors, Mapping):
             written.check(list(tensors.items()))
             written.check_complete(tensors)
-    compiled_model(model)._resharded()
+    engine.unsharded.release()
     if rank is None or mesh is None or len(mesh.ranks) == 1:
         _write_all(mesh, written, stream)
     else:
@@ -97,13 +98,11 @@ def _check(engine: Engine, mesh: DataParallelMesh | None, tensors: Any, rank: An
         raise UnsupportedError("import_() writes into shards of ranks; with backend='xla' use model.load_state_dict")
     if engine.storage.active:
         raise RuntimeError("import_() was called while the model's forward runs; call it before or after")
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
+    if not is_count(max_bytes):
         raise ValueError(f"max_bytes must be a positive number of bytes, got {max_bytes!r}")
     if not isinstance(strict, bool):
         raise TypeError(f"strict must be True or False, got {strict!r}")
-    ranks = (0,) if mesh is None else mesh.ranks
-    if rank is not None and (isinstance(rank, bool) or rank not in ranks):
-        raise ValueError(f"rank must be a global rank of the model's mesh, {ranks[0]} to {ranks[-1]}, got {rank!r}")
+    check_rank(mesh, rank)
     has = rank is None or mesh is None or dist.get_rank() == rank
     if has and (isinstance(tensors, (str, Tensor)) or not isinstance(tensors, Iterable)):
         raise TypeError(
@@ -112,10 +111,6 @@ def _check(engine: Engine, mesh: DataParallelMesh | None, tensors: Any, rank: An
         )
     if not has and tensors is not None:
         raise ValueError(f"tensors must be None on a rank that is sent them: rank={rank} has them, and this one is not")
-
-
-def _in_order(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-    return iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
 
 
 @dataclass

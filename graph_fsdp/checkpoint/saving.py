@@ -23,6 +23,7 @@ from graph_fsdp.checkpoint.state import optimizers_of, training_state
 from graph_fsdp.checkpoint.storage import Writer, access_of
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.passes.ir.settings import is_count
 
 
 class PendingSave:
@@ -163,7 +164,7 @@ def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None, memory
         return
     if memory:
         raise ValueError(f"keep={keep}: memory=True keeps the last two of a series; leave keep out")
-    if not isinstance(keep, int) or keep < 1:
+    if not is_count(keep):
         raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all, got {keep!r}")
     if folder.series(path.name) == path.name:
         raise ValueError(

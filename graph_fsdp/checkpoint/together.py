@@ -10,18 +10,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from graph_fsdp import compat
+from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.gradient_norm import groups_sharding
 from graph_fsdp.runtime.ranks import lockstep
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
+
+
+def check_rank(mesh: DataParallelMesh | None, rank: Any) -> None:
+    """Raise ValueError if ``rank`` is neither a global rank of the mesh nor None."""
+    ranks = (0,) if mesh is None else mesh.ranks
+    if rank is not None and (isinstance(rank, bool) or rank not in ranks):
+        raise ValueError(f"rank must be a global rank of the model's mesh, {ranks[0]} to {ranks[-1]}, got {rank!r}")
 
 
 @contextlib.contextmanager

@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from graph_fsdp import compat
-from graph_fsdp.checkpoint.full import compiled_model
 from graph_fsdp.checkpoint.state import optimizers_of
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import CheckpointError, RankDisagreement, UnsupportedError
 from graph_fsdp.module.unit_methods import change, place
 from graph_fsdp.passes.ir.agreed_order import Plan
+from graph_fsdp.report.report import engine_of
 
 
 def replicate(
@@ -76,8 +76,7 @@ def replicate(
 
 
 def _checked(model: nn.Module, manager: Any, key: str) -> Engine:
-    compiled_model(model)
-    engine, unit = place(model)
+    engine, unit = engine_of(model), place(model)[1]
     wanted = ("allreduce", "register_state_dict_fn", "errored")
     if missing := [name for name in wanted if not callable(getattr(manager, name, None))]:
         raise TypeError(f"manager must be a torchft.Manager, and this {type(manager).__name__} has no {missing[0]}()")

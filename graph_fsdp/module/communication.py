@@ -21,7 +21,7 @@ from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import change, check_bool, check_sharded, place, units_of
 from graph_fsdp.parameters.gradient_norm import clip_gradients
-from graph_fsdp.passes.ir.settings import Settings
+from graph_fsdp.passes.ir.settings import Settings, is_count
 from graph_fsdp.passes.transforms.prefetch import Prefetch
 from graph_fsdp.runtime.slots import Allocate, SlotMemory, by_device
 
@@ -169,7 +169,7 @@ class CommunicationMethods:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reductions may be under way at once, each of which holds the gradients that it sends. It
         overrides ``default_pipeline(reductions_in_flight=…)`` for the whole model: call it on the model."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+        if not is_count(max_input_buffers):
             raise ValueError(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
         what = "the reductions of the whole model, which one schedule bounds"
         engine = _of_whole_model(self, "set_reduce_scatter_max_input_buffers", what, recurse)

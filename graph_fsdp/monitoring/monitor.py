@@ -37,6 +37,7 @@ from graph_fsdp.monitoring.record import MonitorRecord
 from graph_fsdp.monitoring.step import Step, on_host, peak_bytes, tokens_of
 from graph_fsdp.parameters.gradient_norm import own_square
 from graph_fsdp.passes.analysis.simulate import simulate
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe import Clock, Event, Observer
@@ -98,7 +99,7 @@ def monitor(
             "model: it was compiled with backend='xla', whose programs run when torch_xla decides, so that nothing "
             "here knows when a step ends; use torch_xla.debug.metrics"
         )
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_count(every):
         raise ValueError(f"every must be a whole number of steps, 1 or more, got {every!r}")
     if not isinstance(line, bool):
         raise TypeError(f"line must be True or False, got {line!r}")

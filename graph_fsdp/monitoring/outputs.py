@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from graph_fsdp.monitoring.record import PREFIX, MonitorRecord
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.report.file import check_writable
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def checked(to: Any, path: Any, port: Any, host: Any) -> list[Output]:
     argument, on what does not fit."""
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be the path of a file to write, or None, got {path!r}")
-    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= _MOST_PORT):
+    if port is not None and not (is_count(port, least=0) and port <= _MOST_PORT):
         raise ValueError(f"port must be a number from 1 to {_MOST_PORT}, 0 for any that is free, or None, got {port!r}")
     if not isinstance(host, str) or not host:
         raise TypeError(f"host must be the name or address to listen on, such as '127.0.0.1', got {host!r}")

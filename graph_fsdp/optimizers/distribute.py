@@ -19,6 +19,7 @@ from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
 from graph_fsdp.optimizers.slices import Slices, unshared
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes.analysis.optimizers import Stepping, known_as
+from graph_fsdp.passes.ir.settings import is_count
 
 Kind = TypeVar("Kind", bound=optim.Optimizer)
 
@@ -84,7 +85,7 @@ def distribute_optimizer(
     for flag, value in (("in_backward", in_backward), ("offload_state", offload_state)):
         if not isinstance(value, bool):
             raise TypeError(f"{flag} must be True or False, got {value!r}")
-    if isinstance(gather_ahead, bool) or not isinstance(gather_ahead, int) or gather_ahead < 0:
+    if not is_count(gather_ahead, least=0):
         raise ValueError(f"gather_ahead must be a number of units, 0 for none, got {gather_ahead!r}")
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, and is a {type(optimizer).__name__}")

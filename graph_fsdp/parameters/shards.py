@@ -160,7 +160,8 @@ class Storage(Shards):
                 return
             parameters, self._look = list(self.parameters.values()), None
             assigned = [repr(p.spec.name) for p in parameters if self._take_over(p)]
-            self._look = _Look(parameters)
+            # What lies elsewhere is copied here before each forward.
+            self._look = None if any(map(_memory_elsewhere, parameters)) else _Look(parameters)
         if assigned:
             raise ParameterChangedError(
                 f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
@@ -188,7 +189,7 @@ class Storage(Shards):
         assigned = self.mesh is not None and memory is known and storage is not known_storage
         if assigned:
             p.shard.data = compat.make_dtensor(memory, p.shard)
-        if memory.data_ptr() != p.input.data_ptr() and memory.numel():
+        if _memory_elsewhere(p):
             self._adopt(p, memory)
         if memory is not known or storage is not known_storage:
             p.seen = _parts(p.shard)
@@ -245,6 +246,12 @@ class _Look:
 
 
 _PARAMETERS, _FLAG = operator.attrgetter("_parameters"), operator.attrgetter("requires_grad")
+
+
+def _memory_elsewhere(p: ShardedParameter) -> bool:
+    """Say whether a shard lies in other memory than is gathered: it was exchanged, or moved to be shared."""
+    memory = compat.local_part(p.shard)
+    return memory.data_ptr() != p.input.data_ptr() and memory.numel() > 0
 
 
 def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:

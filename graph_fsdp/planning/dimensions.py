@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import GroupShape, Hardware
+from graph_fsdp.passes.ir.settings import is_count
 
 # Changes a model on the meta device in place, as a training program does, given the meshes "dp", "tp", "cp", "ep" and
 # "efsdp" (of the ranks that hold the same experts), where they have more than one rank. With experts and ``tp``, "ep"
@@ -163,11 +164,6 @@ def named_meshes(given: Any, meshes: Mapping[str, DeviceMesh]) -> Any:
         found = {key: mesh_of(value) for key, value in given.items()}
         return {key: mesh for key, mesh in found.items() if mesh is not None}
     return (lambda p: mesh_of(given(p))) if callable(given) else given
-
-
-def is_count(value: Any) -> bool:
-    """Say whether a value is a whole number, 1 or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _is_even(group: GroupShape, island: int) -> bool:

@@ -28,7 +28,8 @@ from graph_fsdp.passes import CostModel, Hardware
 from graph_fsdp.passes.analysis.memory import shard_nbytes, storages
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count
+from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.prediction import Plan, plan
 
 _COMPUTES = re.compile(r"(\d+)([FB])\d+")
@@ -235,7 +236,8 @@ class PipelinePlan:
     @property
     def bubble(self) -> float:
         """Return the part of the step in which ranks have nothing to run, a mean over ranks."""
-        busy = (m * (s.forward + s.backward) + s.gather + s.reduce + s.optimizer for s, m in self._counted())
+        microbatches = self.microbatches
+        busy = (microbatches * (s.forward + s.backward) + s.gather + s.reduce + s.optimizer for s in self.stages)
         return 1 - sum(busy) / (len(self.orders) * self.step_seconds)
 
     @property
@@ -255,7 +257,7 @@ class PipelinePlan:
     def mfu(self) -> float:
         """Return the model FLOPs utilisation of all ranks, as ``Plan.mfu``."""
         peak = self.plans[0].peak_flops * len(self.orders) * self.step_seconds
-        return sum(m * s.flops for s, m in self._counted()) / peak
+        return sum(self.microbatches * s.flops for s in self.stages) / peak
 
     # Memory
 
@@ -296,9 +298,6 @@ class PipelinePlan:
 
     def _of(self, order: Sequence[Action]) -> list[StageFigures]:
         return [self.stages[stage] for stage in dict.fromkeys(action[0] for action in order)]
-
-    def _counted(self) -> list[tuple[StageFigures, int]]:
-        return [(stage, self.microbatches) for stage in self.stages]
 
     # Text
 

@@ -29,8 +29,9 @@ from graph_fsdp.mesh import shapes_of_groups
 from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.pipeline import PassesHaveRun
-from graph_fsdp.planning.dimensions import Dimensions, Parallelize, is_count, named_meshes
+from graph_fsdp.planning.dimensions import Dimensions, Parallelize, named_meshes
 from graph_fsdp.report.report import GraphReport, inspect
 from graph_fsdp.runtime import RegionCache
 
@@ -116,7 +117,7 @@ def trace(
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
     own = compile_options.pop("meshes", None)
-    dimensions = find_dimensions(mesh_shape, parallelize, world_size, own)
+    dimensions = find_dimensions(mesh_shape, parallelize, world_size, own_meshes=own)
     if compile_options.get("fullgraph") is False:
         raise UnsupportedError("fullgraph=False: only a model of one graph can be traced; leave fullgraph out")
     target = _device(device)
@@ -194,7 +195,7 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
         ) from error
 
 
-def find_dimensions(mesh_shape: Any, parallelize: Any, world_size: Any = None, own_meshes: Any = None) -> Dimensions:
+def find_dimensions(mesh_shape: Any, parallelize: Any, world_size: Any = None, *, own_meshes: Any) -> Dimensions:
     """Return the dimensions of a mesh. Raises ValueError and MeshError on anything else, and where what divides the
     model over them is missing. With ``own_meshes`` the model may have been built with this rank's experts."""
     if (world_size is None) == (mesh_shape is None):

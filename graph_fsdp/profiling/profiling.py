@@ -30,6 +30,7 @@ from graph_fsdp.passes.analysis.cost import collective_key, op_key
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, RegionTime
 from graph_fsdp.report.data import ROW_KINDS
 from graph_fsdp.report.report import engine_of
@@ -66,14 +67,14 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
         ValueError: ``steps`` or ``warmup`` is below 1, or the model ran no graph.
         UnsupportedError: ``model`` was compiled with ``regions="whole"``.
     """
-    engine = engine_of(model)
+    engine: Any = engine_of(model)
     if engine.whole:
         raise UnsupportedError(
             "model: it was compiled with regions='whole', and what runs as one function cannot be timed by region; "
             "profile it compiled with regions='cut', whose profile a pipeline takes for either"
         )
     for name, value in {"steps": steps, "warmup": warmup}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise ValueError(f"{name} must be a whole number of calls, 1 or more, got {value!r}")
     device = engine.storage.device
     recorder, schedules = Recorder(device, alone=True), Recorder(device)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from torch import nn
@@ -36,6 +36,9 @@ from graph_fsdp.report.step import PredictedStep, predicted_step
 from graph_fsdp.report.trace_events import ScheduledGraph, predicted_trace
 from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
 
 
 class GraphView(report_text.Printed):
@@ -316,9 +319,9 @@ def inspect(model: nn.Module) -> GraphReport:
     return GraphReport(engine, engine.graphs)
 
 
-def engine_of(model: nn.Module) -> Any:
+def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a compiled model. Raises TypeError on another."""
-    engine = model.__dict__.get("_graph_fsdp") if isinstance(model, nn.Module) else None
+    engine: Engine | None = model.__dict__.get("_graph_fsdp") if isinstance(model, nn.Module) else None
     if engine is None:
         raise TypeError(f"model: {type(model).__name__} was not compiled by graph_fsdp; call graph_fsdp.compile first")
     return engine

@@ -33,7 +33,7 @@ def canonical_form(
     inputs: Iterable[fx.Node],
     body: Iterable[fx.Node],
     value: Callable[[fx.Node], Hashable],
-    target: Callable[[fx.Node], Hashable] = lambda node: node.target,
+    target: Callable[[fx.Node], Hashable],
     literal: Callable[[Any], Any] = lambda argument: argument,
 ) -> tuple[tuple[Hashable, ...], dict[fx.Node, int]]:
     """Return what ``body`` computes of ``inputs``, up to the names of nodes and parameters, and the number of each node

@@ -362,9 +362,7 @@ def aligned(numel: int, dtype: torch.dtype) -> int:
     return -(-numel // step) * step
 
 
-def reduced_offsets(
-    grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, messages: Sequence[int] = ()
-) -> list[int]:
+def reduced_offsets(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, messages: Sequence[int]) -> list[int]:
     """Return the element at which each gradient's shard starts in what a reduction yields, and the last end."""
     numels = iter(chunk_numels(grads, world_size))
     offsets, end = [], 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -87,6 +88,14 @@ class GatherLayout:
             made.append(Message(begin, numel, tuple(o for o, _ in inside), tuple(n for _, n in inside)))
         return cls(tuple(offsets), tuple(numels), length, world_size, tuple(made))
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> GatherLayout:
+        """Return the layout that the arguments of an ``all_gather_start``, or of a ``fetch_start``, describe."""
+        # A kept shard is one tensor that holds all chunks; their sizes are then an argument.
+        numels = given.get("numels") or [shard.numel() for shard in given["shards"]]
+        others = given["length"], given.get("world_size", 1), given.get("messages", ())
+        return cls.make(given["offsets"], numels, *others)
+
     @functools.cached_property
     def landing_numel(self) -> int:
         """Return the elements of the buffer for what is gathered first and unpacked then."""
@@ -111,10 +120,8 @@ def scattered_nbytes(start: fx.Node) -> int:
 
 def layout_of(start: fx.Node) -> GatherLayout:
     """Return the layout that an ``all_gather_start`` describes."""
-    given = arguments(start)
-    # A kept shard is one tensor that holds all chunks; their sizes are then an argument.
-    numels = given.numels or [shard.meta["val"].numel() for shard in given.shards]
-    return GatherLayout.make(given.offsets, numels, given.length, given.world_size, given.messages)
+    given = vars(arguments(start))
+    return GatherLayout.of(given | {"shards": [shard.meta["val"] for shard in given["shards"]]})
 
 
 def messages_of(start: fx.Node) -> list[tuple[list[fx.Node], int]]:

@@ -9,6 +9,11 @@ from typing import TypeAlias
 Prefetches: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    """Say whether what a user set is a whole number, ``least`` or more. True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 class SettingError(ValueError):
     """Says that what the user set does not fit the graph that was captured."""
 

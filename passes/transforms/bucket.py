@@ -24,6 +24,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.ir.spec import HOST, BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.arrange import BucketSize, Messages, arrange_buckets
 from graph_fsdp.passes.transforms.edits import behind, recorded, start_and_wait, without_defaults
@@ -60,8 +61,7 @@ class Bucket(GraphPass):
 
     def __post_init__(self) -> None:
         size = self.size
-        is_number = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        if size not in ("unit", "none", "auto") and not is_number:
+        if size not in ("unit", "none", "auto") and not is_count(size):
             raise ValueError(f"bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got {size!r}")
         if self.messages not in ("auto", "one"):
             raise ValueError(f"messages must be 'auto' or 'one', got {self.messages!r}")

@@ -27,6 +27,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, wait_of
 from graph_fsdp.passes.ir.effects import is_random, is_view, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.transforms.edits import with_results
 from graph_fsdp.passes.transforms.schedule import Segments, choose, find_gathers, room_of
 from graph_fsdp.passes.transforms.slots import most_at_once
@@ -53,7 +54,7 @@ class DelayWeightGradients(GraphPass):
 
     def __post_init__(self) -> None:
         number = self.buckets
-        if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+        if number != "auto" and not is_count(number, least=0):
             raise ValueError(f"delay_wgrad must be 0 or more buckets or 'auto', got {number!r}")
 
     def run(self, graph: Graph, context: PassContext) -> str | None:

@@ -26,7 +26,7 @@ from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
 from graph_fsdp.passes.ir.effects import is_cheap, is_view
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import arguments, operand
-from graph_fsdp.passes.ir.settings import SettingError
+from graph_fsdp.passes.ir.settings import SettingError, is_count
 from graph_fsdp.passes.transforms.edits import move_with_results, units_of, with_results
 from graph_fsdp.passes.transforms.schedule import After, Segments, at_distance, choose, find_gathers, fit, room_of
 from graph_fsdp.passes.transforms.sources import lift, place_copies, place_payloads
@@ -118,7 +118,7 @@ class Prefetch(GraphPass):
 def _check_distance(name: str, distance: Distance) -> None:
     if distance is None or distance == "auto" or isinstance(distance, BackwardPrefetch):
         return
-    if isinstance(distance, bool) or not isinstance(distance, int) or distance < 0:
+    if not is_count(distance, least=0):
         raise ValueError(f"{name} must be 0 or more buckets or 'auto', got {distance!r}")
 
 

@@ -16,7 +16,7 @@ from graph_fsdp.compat import CheckpointPolicy
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role
-from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap, is_random
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.transforms.edits import ancestors, computed_of, reached_from
@@ -76,10 +76,9 @@ def _constants(graph: Graph) -> set[fx.Node]:
     """Return what is made of no input and not drawn at random, as a table for values that are dequantized is."""
     found: set[fx.Node] = set()
     for node in graph.fx_graph.nodes:
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         is_made = kind_of(node) in (Kind.FREE, Kind.FUSIBLE) or node.target in _DEQUANTIZING
-        made = node.op == "call_function" and is_made and not is_random and found.issuperset(node.all_input_nodes)
-        if made or node.op == "get_attr":
+        made = node.op == "call_function" and is_made and not is_random(node)
+        if (made and found.issuperset(node.all_input_nodes)) or node.op == "get_attr":
             found.add(node)
     return found
 

@@ -232,8 +232,8 @@ def keep_shard(
 
 class ReduceScatter:
     """Holds what is the same in every reduction of a bucket, for ``grads`` of these shapes; the other arguments are
-    those of ``start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user takes that away.
-    ``registered``: buffers come from the process group's allocator."""
+    those of ``quantized.start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user takes that
+    away. ``registered``: buffers come from the process group's allocator."""
 
     def __init__(
         self,
@@ -305,14 +305,6 @@ class ReduceScatter:
         sent = self._empty(self.world * numel, first, comm)
         pack_gradients(grads, sent.view(self.world, -1))
         return sent if self.before is None else sent.div_(self.before)
-
-
-def start_reduce_scatter(
-    grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean, messages: Sequence[int] = ()
-) -> Pending:
-    """Start the mean over ranks of full gradients; the rank's padded chunks come out flat, at
-    ``dialect.reduced_offsets``. Gradients that are sent as they are are only read, until the wait."""
-    return ReduceScatter(grads, dtype, group, mean, messages).start(grads)
 
 
 def _exchange_reduce_scatter(

@@ -113,8 +113,9 @@ def start_reduce_scatter(
     messages: Sequence[int] = (),
     sent_as: torch.dtype | None = None,
 ) -> Pending:
-    """Start the mean over ranks of full gradients, quantized on their way if ``sent_as`` says so. Otherwise the
-    arguments, and what comes out, are those of ``collectives.start_reduce_scatter``."""
+    """Start the mean over ranks of full gradients, quantized on their way if ``sent_as`` says so; the rank's padded
+    chunks come out flat, at ``dialect.reduced_offsets``. Gradients that are sent as they are are only read, until the
+    wait."""
     if sent_as is None:
         return ReduceScatter(grads, dtype, group, mean, messages).start(grads)
     return QuantizedReduceScatter(grads, dtype, group, mean, sent_as).start(grads)

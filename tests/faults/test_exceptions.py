@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from models import MLP
 from struck import FAULTS, Struck, assert_whole, batch, caught, compiled, rank, rounds, step, warm
@@ -26,11 +26,6 @@ from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime.ranks import failure
 
 FACTS = Facts(__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
 
 
 class Broken(Exception):
@@ -364,9 +359,7 @@ def others_raise() -> None:
         function()
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)
 
 
 @pytest.mark.long

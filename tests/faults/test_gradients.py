@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
+from reference import fsdp2
 from struck import rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 
 import graph_fsdp
@@ -19,18 +19,11 @@ import graph_fsdp
 FACTS = Facts(__name__)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2)
-
-
 def pair(**options: object) -> tuple[nn.Module, nn.Module]:
     """The same model, sharded by us and by FSDP2."""
     plain = MLP()
     ours = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", **options)
-    for module in (*plain.blocks, plain):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), **options)
-    return ours, plain
+    return ours, fsdp2(plain, mesh=init_device_mesh("cpu", (2,)), **options)
 
 
 def gradients(model: nn.Module, bad: float) -> list[Tensor]:
@@ -84,6 +77,4 @@ def a_scaler_skips_the_step_on_all_ranks() -> None:
             assert all(p.full_tensor().isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2)

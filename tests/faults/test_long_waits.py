@@ -12,9 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import pytest
 import torch
-from facts import Facts, Failures, check
+from facts import Facts
 from struck import batch, caught, compiled, rank, rounds, warm
 from torch import nn
 
@@ -127,11 +126,4 @@ def long_waits_are_told() -> None:
         function(warm(compiled()))  # type: ignore[call-arg]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2, timeout=120.0)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2, timeout=120.0)

@@ -27,7 +27,7 @@ MODULES = (
     *("test_watch", "test_watch_virtual", "test_replica_groups", "test_memory_faults"),
 )
 _RUNNERS = {
-    "test_on_two_ranks",
+    "test",  # of facts
     "all_ranks_raise",
     "zz_one_rank_raises",
     "test_one_rank_raises_elsewhere",

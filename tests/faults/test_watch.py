@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 
-import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from launch import run_ranks
 from struck import FAULTS, assert_whole, batch, caught, compiled, rank, rounds, step, warm
 from test_exceptions import Broken, fail
@@ -102,14 +101,7 @@ def ranks_are_watched() -> None:
     nobody_is_left_watching()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    return FACTS.check_on(2, timeout=240.0)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+test_on_two_ranks = FACTS.on(2, timeout=240.0)
 
 
 def lose_rank_1() -> None:

@@ -13,7 +13,7 @@ import pytest
 import struck
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
+from facts import Facts
 from simulated_link import INSTANT, Message
 from struck import rounds
 from test_watch import TOGETHER, nobody_is_left_watching
@@ -72,12 +72,5 @@ def ranks_of_the_virtual_device_are_watched() -> None:
     nobody_is_left_watching()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Failures:
-    # No forks, in which autograd has run before torch knew of the device.
-    return FACTS.check_on(2, timeout=240.0, env={"GRAPH_FSDP_TESTS_DEVICE": library.NAME})
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_two_ranks(ranks: Failures, name: str) -> None:
-    check(ranks, name)
+# No forks, in which autograd has run before torch knew of the device.
+test_on_two_ranks = FACTS.on(2, timeout=240.0, env={"GRAPH_FSDP_TESTS_DEVICE": library.NAME})

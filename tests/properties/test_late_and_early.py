@@ -20,11 +20,12 @@ from marks import mostly_long
 from models import MLP
 from random_cases import Case
 from random_training import Outcome, Sharded
+from reference import fsdp2
 from simulated_group import SimulatedGroup, simulated_group
 from simulated_link import INSTANT, Message
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -208,14 +209,9 @@ def values(seen: Outcome) -> list[Tensor]:
 
 
 def test_fsdp2() -> None:
-    def shard(model: nn.Module) -> nn.Module:
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block)
-        return fully_shard(model)
-
     def train() -> list[Tensor]:  # of a new model: the root's parameters stay whole after an evaluation
         torch.manual_seed(0)
-        return training(shard)()
+        return training(fsdp2)()
 
     late, early = late_and_early(lambda: train)
     assert all(torch.equal(a, b) for a, b in zip(early, late, strict=True))

@@ -13,7 +13,6 @@ from models import MLP
 from simulated_group import simulated_group
 from simulated_link import INSTANT, Link
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from virtual.group import VirtualGroup, virtual_group
 from virtual.machine import Machine
@@ -24,12 +23,6 @@ RANKS, LINK = 4, Link(45e9, 10e-6)
 Shard = Callable[[nn.Module], nn.Module]
 KINDS = ("all_gather", "reduce_scatter")
 mlp = functools.partial(MLP, depth=4)
-
-
-def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 def ours(model: nn.Module, **options: Any) -> nn.Module:

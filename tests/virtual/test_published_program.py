@@ -11,7 +11,7 @@ from unittest import mock
 import plan_published
 import pytest
 import torch
-from facts import Facts, Failures, check
+from facts import Facts
 from plan_published import GIB, ROWS, Row, ours
 from published_llama import MODELS, PublishedLlama
 from virtual import library
@@ -131,11 +131,4 @@ def test_another_row_is_told_by_its_fields() -> None:
         plan_published.other_row(["checkpointing=selective"])
 
 
-@pytest.fixture(scope="module")
-def process() -> Failures:
-    return FACTS.check_on(1, backend=None, env={"GRAPH_FSDP_FRESH": "1"})
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_the_virtual_device(process: Failures, name: str) -> None:
-    check(process, name)
+test_on_the_virtual_device = FACTS.in_a_fresh_process()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import virtual_cluster
 from both_devices import LINK, RANKS
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
 from simple_fsdp import shard_parameters
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,11 +119,4 @@ def test_johnsons_order_is_the_best_of_all() -> None:
     assert johnson(jobs) == min(map(seconds, itertools.permutations(jobs))) < seconds(tuple(jobs))
 
 
-@pytest.fixture(scope="module")
-def process() -> Failures:
-    return FACTS.check_on(1, backend=None, env={"GRAPH_FSDP_FRESH": "1"})
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_a_virtual_cluster(process: Failures, name: str) -> None:
-    check(process, name)
+test_on_a_virtual_cluster = FACTS.in_a_fresh_process()

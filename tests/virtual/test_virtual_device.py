@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from both_devices import fsdp2
-from facts import Facts, Failures, check
+from facts import Facts
 from models import MLP
+from reference import fsdp2
 from simulated_link import Link
 from torch import nn
 from virtual import library
@@ -349,11 +349,4 @@ def conjugated_and_negated_values_are_copied() -> None:
         assert torch.equal(b.conj().imag.clone().cpu(), y.conj().imag) and torch.equal(b.conj().cpu(), y.conj())
 
 
-@pytest.fixture(scope="module")
-def process() -> Failures:
-    return FACTS.check_on(1, backend=None, env={"GRAPH_FSDP_FRESH": "1"})
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_a_virtual_device(process: Failures, name: str) -> None:
-    check(process, name)
+test_on_a_virtual_device = FACTS.in_a_fresh_process()

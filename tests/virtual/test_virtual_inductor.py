@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from both_devices import Training, fsdp2, on_cpu, on_virtual
-from facts import Facts, Failures, check
+from both_devices import Training, on_cpu, on_virtual
+from facts import Facts
 from models import MLP
+from reference import fsdp2
 from torch import Tensor, nn
 from virtual import inductor, library
 from virtual.machine import Machine
@@ -94,11 +95,4 @@ def a_generated_kernel_that_nothing_orders_is_found() -> None:
         assert race.first.operator.startswith("cpp_fused") and race.second.operator == "aten.sum", str(race)
 
 
-@pytest.fixture(scope="module")
-def process() -> Failures:
-    return FACTS.check_on(1, backend=None, env={"GRAPH_FSDP_FRESH": "1"})
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_inductor_on_the_virtual_device(process: Failures, name: str) -> None:
-    check(process, name)
+test_inductor_on_the_virtual_device = FACTS.in_a_fresh_process()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from facts import Fact, Facts, Failures, check
+from facts import Fact, Facts
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from models import GPT, VOCABULARY
 from torch import Tensor
@@ -24,7 +24,7 @@ import host_state_facts
 import monitor_facts
 import parallel_facts
 import stream_facts
-from both_devices import RANKS, fsdp2, on_cpu, on_virtual, ours, overlapped, same_numbers, strict
+from both_devices import RANKS, on_cpu, on_virtual, ours, overlapped, same_numbers, strict
 from case_strategies import cases
 from checked import may_refuse
 from extreme_lanes import bits
@@ -33,6 +33,7 @@ from mutants import Mutant
 from option_cases import OPTIONS, OptionTraining, pairs, reference, trained
 from random_cases import Case
 from random_training import Outcome
+from reference import fsdp2
 from runtime_mutants import MUTANTS
 from virtual import library
 from virtual.machine import Machine
@@ -264,11 +265,4 @@ def test_there_are_many_mutants() -> None:
     assert sum(map(bool, found)) >= 25
 
 
-@pytest.fixture(scope="module")
-def process() -> Failures:
-    return FACTS.check_on(1, backend=None, env={"GRAPH_FSDP_FRESH": "1"})
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_the_virtual_device(process: Failures, name: str) -> None:
-    check(process, name)
+test_on_the_virtual_device = FACTS.in_a_fresh_process()

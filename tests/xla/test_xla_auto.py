@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from facts import Failures, check
 from reference import Outcome
 from torch import Tensor, nn
 from xla_launch import DEVICES, XlaFacts, run_xla
@@ -246,11 +245,4 @@ def _groups(text: str) -> list[list[int]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def failures() -> Failures:
-    return FACTS.check_all()
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_devices(failures: Failures, name: str) -> None:
-    check(failures, name)
+test_on_four_devices = FACTS.on_devices()

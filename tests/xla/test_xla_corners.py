@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from facts import Failures, check
 from models import GPT, MLP
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -195,11 +194,4 @@ def bfloat16_in_the_global_view() -> None:
     assert all(p.dtype is torch.float32 for p in model.parameters())
 
 
-@pytest.fixture(scope="module")
-def failures() -> Failures:
-    return FACTS.check_all(timeout=1800)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_devices(failures: Failures, name: str) -> None:
-    check(failures, name)
+test_on_four_devices = FACTS.on_devices(timeout=1800)

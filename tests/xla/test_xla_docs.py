@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pages
 import pytest
-import test_docs
 from xla_launch import ENVIRONMENT, run_xla
 
 PAGE = Path(__file__).parents[2] / "docs" / "xla.md"
@@ -26,11 +26,11 @@ def page() -> str:
     return re.sub(r"^```bash\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-EXAMPLES = test_docs.examples(page())
+EXAMPLES = pages.examples(page())
 
 
 def printed() -> list[str]:
-    return test_docs.printed(EXAMPLES)
+    return pages.printed(EXAMPLES, PAGE)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from facts import Failures, check
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from xla_launch import DEVICES, XlaFacts, run_xla
@@ -139,11 +138,4 @@ def a_single_integer_of_each_device_is_refused() -> None:
         model(shard_batch(torch.ones(8, 4), mesh))
 
 
-@pytest.fixture(scope="module")
-def failures() -> Failures:
-    return FACTS.check_all()
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_compile(failures: Failures, name: str) -> None:
-    check(failures, name)
+test_compile = FACTS.on_devices()

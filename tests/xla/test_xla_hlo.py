@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
-from facts import Failures, check
 from xla_launch import DEVICES, XlaFacts, run_xla
 
 from graph_fsdp.runtime.xla.program import OptimizedHlo, optimized_hlo
@@ -41,14 +39,7 @@ def one_tensor_given_twice_is_two_inputs() -> None:
     assert " parameter(1)" in hlo.text, hlo
 
 
-@pytest.fixture(scope="module")
-def failures() -> Failures:
-    return FACTS.check_all()
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_devices(failures: Failures, name: str) -> None:
-    check(failures, name)
+test_on_four_devices = FACTS.on_devices()
 
 
 def text_without_the_passes() -> str:

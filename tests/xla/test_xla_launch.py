@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import launch
 import pytest
 import torch
-from facts import Failures, check
+from facts import check
 from xla_launch import DEVICES, XlaFacts, run_xla
 
 FACTS = XlaFacts(__name__)
@@ -91,12 +91,9 @@ def test_a_process_that_aborts_raises_or_hangs_is_an_error(tmp_path: Path, monke
         run_xla(hangs, timeout=900)
 
 
-@pytest.fixture(scope="module")
-def failures() -> Failures:
-    return FACTS.check_all()
-
-
-def test_facts_share_a_process_and_fail_alone(failures: Failures) -> None:
+def test_facts_share_a_process_and_fail_alone() -> None:
+    FACTS.on_devices()
+    failures = FACTS.launch()
     check(failures, "a_fact_that_holds")
     with pytest.raises(pytest.fail.Exception, match="two is not three"):
         check(failures, "a_fact_that_does_not")

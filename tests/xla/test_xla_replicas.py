@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from facts import Failures, check
 from models import GPT, MLP, VOCABULARY, UnevenBlock
 from torch import Tensor, nn
 from xla_launch import DEVICES
@@ -264,11 +263,4 @@ def bad_input_is_refused() -> None:
     assert type(model) is nn.Linear and model.weight.device.type == "cpu" and model.weight.shape == (4, 4)
 
 
-@pytest.fixture(scope="module")
-def failures() -> Failures:
-    return FACTS.check_all(timeout=1800)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_replicas(failures: Failures, name: str) -> None:
-    check(failures, name)
+test_on_four_replicas = FACTS.on_replicas(timeout=1800)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from facts import Failures, check
 from models import GPT, MLP, UnevenBlock, frozen_mlp
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -374,11 +373,4 @@ def what_xla_does_not_have_is_refused() -> None:
         model.unshard()
 
 
-@pytest.fixture(scope="module")
-def failures() -> Failures:
-    return FACTS.check_all(timeout=1800)
-
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_devices(failures: Failures, name: str) -> None:
-    check(failures, name)
+test_on_four_devices = FACTS.on_devices(timeout=1800)

@@ -10,13 +10,7 @@ FACTS = XlaFacts(__name__)      # small facts that share one process, as in test
 def a_shard_is_a_quarter() -> None:
     ...
 
-@pytest.fixture(scope="module")
-def failures() -> Failures:
-    return FACTS.check_all()
-
-@pytest.mark.parametrize("name", FACTS.names)
-def test_on_four_devices(failures: Failures, name: str) -> None:
-    check(failures, name)
+test_on_four_devices = FACTS.on_devices()
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from facts import Facts, Failures, check_all
 from launch import TIMEOUT_SECONDS, run_ranks
@@ -94,8 +88,9 @@ def _as_program(path: Path, arguments: Sequence[str]) -> str:
 class XlaFacts(Facts):
     """Facts that share a process: none may leave SPMD, a mesh or a seed other than the next expects."""
 
-    def check_all(self, timeout: float = TIMEOUT_SECONDS, env: Mapping[str, str] | None = None) -> Failures:
-        return [run_xla(check_all_on_xla, self.module, timeout=timeout, env=env)]
+    def on_devices(self, **options: Any) -> Callable[[Failures, str], None]:
+        """The test of all facts, in a process that ``run_xla`` starts with these options."""
+        return self.tested(lambda: [run_xla(check_all_on_xla, self.module, **options)])
 
 
 def check_all_on_xla(module: str) -> dict[str, str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from facts import Facts, Failures
-from launch import TIMEOUT_SECONDS
 from torch import Tensor, nn
 from xla_launch import DEVICES, run_xla
 
@@ -25,8 +24,9 @@ _building = threading.Lock()
 class ReplicaFacts(Facts):
     """A fact that fails on one replica in the middle of a collective ends the process, and so fails all of them."""
 
-    def check_all(self, timeout: float = TIMEOUT_SECONDS) -> Failures:
-        return run_xla(on_threads, check_replica, self.module, timeout=timeout)
+    def on_replicas(self, **options: Any) -> Callable[[Failures, str], None]:
+        """The test of all facts, in a process that ``run_xla`` starts with these options."""
+        return self.tested(lambda: run_xla(on_threads, check_replica, self.module, **options))
 
 
 def on_threads(function: Callable[..., Any], *args: Any) -> list[Any]:
