@@ -40,7 +40,6 @@ TRAINS = ("fullgraph", "fullgraph=False")
 SAMPLE_ON_TWO_RANKS = ("MixtralForCausalLM", "Wav2Vec2ForCTC")
 SAMPLE_ALONE = (
     "BartForConditionalGeneration",
-    "MambaForCausalLM",
     "Gemma3ForCausalLM",
     "SwitchTransformersForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -48,6 +47,7 @@ SAMPLE_ALONE = (
 ON_TWO_RANKS = (
     *SAMPLE_ON_TWO_RANKS,
     *SAMPLE_ALONE,
+    "MambaForCausalLM",
     "LlamaForCausalLM",
     "CLIPModel",
     "Qwen3NextForCausalLM",

@@ -85,7 +85,7 @@ LAYERS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 def test_training_has_the_bits_of_eager_pytorch_at_every_length(name: str) -> None:
     kind, options = LAYERS[name]
     model, plain = pair(kind(8, 12, **options))
-    for length in (5, 7, 4, 9):
+    for length in (5, 7, 4):
         check_step(model, plain, sequences(length, batch_first=options.get("batch_first", False)))
     assert len(graph_fsdp.inspect(model).graphs) == 2  # of the first length, and of any
     assert calls(model, "forward") == options.get("num_layers", 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graph_fsdp
 
-CASES = int(os.environ.get("GRAPH_FSDP_EXAMPLES", "0")) or 60
+CASES = int(os.environ.get("GRAPH_FSDP_EXAMPLES", "0")) or 32
 FIRST = 10_000 * int(os.environ.get("GRAPH_FSDP_SEED", "0"))
 TURNS = 3
 

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ co
 FACTS = Facts(__name__)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SEED = int(os.environ.get("GRAPH_FSDP_SEED", "0"))
-PAIRS, CASES = 10, 5
+PAIRS, CASES = 8, 3
 ALLOCATION = "the next allocation"
 HEALTH = list(HealthCheck)
 REFUSED: list[tuple[str, ...]] = []  # pairs of options, by an error that says so
