@@ -34,7 +34,6 @@ from graph_fsdp.passes.ir.portable import Names, NotPortable
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
-from graph_fsdp.passes.repeat.segments import NotRepeatable
 from graph_fsdp.passes.repeat.trace import call, called
 from graph_fsdp.passes.transforms.partitioned import take_unsharded
 from graph_fsdp.programs.folder import Folder
@@ -181,16 +180,14 @@ class KeptTrace(AotTrace):
 
 @dataclass
 class _StandIn:
-    """Is to a call what a ``Trace`` is to that of a layer."""
+    """Is to a call what a ``Chain`` is to that of layers."""
 
     outputs: list[fx.Node]
     differentiable: list[bool]
     gradients: list[fx.Node | None]
-    failures: list[NotRepeatable] = field(default_factory=list)
 
-    @property
-    def found_gradients(self) -> list[fx.Node]:
-        return [node for node in self.gradients if node is not None]
+    def fail(self, reason: str, which: int | None = None) -> None:
+        """Do nothing: a graph that is kept writes to no input, and AOTAutograd gives it all gradients."""
 
 
 def _stand_in(program: KeptProgram) -> Any:
