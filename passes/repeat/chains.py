@@ -99,12 +99,13 @@ def find_chains(graph: fx.Graph, layers: list[Layer]) -> Iterator[Chain]:
 
 
 def _follows(layer: Layer, before: Layer, place: dict[fx.Node, int]) -> bool:
-    """Say whether a layer is next to the one ``before``, and alone reads and differentiates what that computes."""
-    own = set(layer.segment.nodes)
+    """Say whether a layer is next to the one ``before``, and nothing else reads what that computes, all of whose
+    gradients it gives."""
+    both = {*before.segment.nodes, *layer.segment.nodes}
     first = next(node for node in layer.segment.nodes if not _stands_before_all(node))
     return (
         place[first] == place[before.segment.nodes[-1]] + 1
-        and all(own.issuperset(node.users) for node in before.segment.outputs)
+        and all(both.issuperset(node.users) for node in before.segment.outputs)
         and layer.gradients.keys() >= set(before.differentiable)
     )
 
