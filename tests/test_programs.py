@@ -123,6 +123,15 @@ def test_keys_of_regions_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert start(folder).found
 
 
+def test_a_program_that_is_kept_has_its_regions_cut_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find, found = regions.region_key, list[str]()
+    monkeypatch.setattr(regions, "region_key", lambda region, kind: found.append(kind) or find(region, kind))
+    start(None)
+    counts = Counter(found)
+    found.clear()
+    assert not start(folder).found and Counter(found) == counts
+
+
 def test_checkpointed_and_mixed_precision_models_are_found(folder: Path) -> None:
     options = {"activation_checkpointing": "unit", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     first, second = start(folder, **options), start(folder, **options)

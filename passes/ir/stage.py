@@ -66,8 +66,11 @@ def _entries(graph: fx.Graph, before: Iterable[Entry]) -> list[Entry]:
     for node in graph.nodes:
         entry = known.get(node)
         op, target, args, kwargs, name, now = compat.parts_of(node)
-        same = entry is not None and entry[3] is args and entry[4] is kwargs and entry[2] is target
-        if same and name == entry[5] and op == entry[1] and _is_equal(entry[6], now):
+        if (
+            entry is not None
+            and (entry[3] is args and entry[4] is kwargs and entry[2] is target)
+            and (name == entry[5] and op == entry[1] and _is_equal(entry[6], now))
+        ):
             found.append(entry)
             continue
         found.append((node, op, target, args, kwargs, name, now.copy()))

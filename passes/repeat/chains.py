@@ -67,7 +67,7 @@ class Chain:
             same.update(((layer.index, place), at[node]) for place, node in pairs)
             pairs = zip(layer.segment.outputs, layer.trace.outputs, strict=True)
             at.update((node, (layer.index, value)) for node, value in pairs)
-        body = [(layer.index, node) for layer in self.layers for node in layer.trace.forward]
+        body: list[Place] = [(layer.index, node) for layer in self.layers for node in layer.trace.forward]
         return same, body, [at[node] for node in self.last.segment.outputs]
 
     def backward(self, given: list[fx.Node]) -> tuple[dict[Place, Place], list[Place], list[Place]]:
@@ -79,7 +79,7 @@ class Chain:
             pairs = zip(layer.trace.tangents, layer.differentiable, strict=True)
             same.update(((layer.index, place), at[node]) for place, node in pairs)
             at.update((node, (layer.index, gradient)) for node, gradient in layer.gradients.items())
-        body = [(layer.index, node) for layer in reversed(self.layers) for node in layer.trace.backward]
+        body: list[Place] = [(layer.index, node) for layer in reversed(self.layers) for node in layer.trace.backward]
         returned = [at[node] for node, found in zip(self.inputs, self.gradients, strict=True) if found is not None]
         return same, body, returned
 
