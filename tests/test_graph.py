@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import GPT
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graph_fsdp
 from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
@@ -81,3 +82,16 @@ def test_snapshots_share_what_did_not_change_and_keep_what_did() -> None:
     values = [[node.meta for node in s.copy().find_nodes(op="call_function", target=torch.neg)] for s in (before, last)]
     assert values == [[{"val": 1}], [{"val": 2, "fsdp": "a record"}]]
     assert [text.count("call_function") for text in texts] == [2, 3, 2] and str(before.copy()) == texts[0]
+
+
+def test_a_snapshot_has_another_entry_where_tensors_cannot_be_compared() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    with FakeTensorMode():
+        given, other = torch.empty(2), torch.empty(2)
+    node.meta["eager_input_vals"] = (given,)
+    before = Snapshot(graph)
+    node.meta = {"eager_input_vals": (given,)}  # the same tensor in another tuple
+    assert Snapshot(graph, before).entries[0] is before.entries[0]
+    node.meta["eager_input_vals"] = (other,)
+    assert Snapshot(graph, before).entries[0] is not before.entries[0]

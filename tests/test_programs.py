@@ -112,7 +112,7 @@ def test_keys_of_regions_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch)
     report = start(folder).report
     for graph in (report.forward.graph, report.backward.graph):
         assert graph is not None
-        data = json.loads(json.dumps(keys_to_data(graph, names)))
+        data = json.loads(json.dumps(keys_to_data(regions.cut(graph), graph.phase, names)))
         found = [step for step in cut_with_keys(graph, data, names) if isinstance(step, regions.Region)]
         assert [r.keys for r in found] == [{graph.phase: regions.region_key(r, graph.phase)} for r in found]
         assert len(data["keys"]) < len(found)
@@ -121,6 +121,15 @@ def test_keys_of_regions_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch)
             cut_with_keys(graph, data, names)
     monkeypatch.setattr(regions, "region_key", None)
     assert start(folder).found
+
+
+def test_a_program_that_is_kept_has_its_regions_cut_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find, found = regions.region_key, list[str]()
+    monkeypatch.setattr(regions, "region_key", lambda region, kind: found.append(kind) or find(region, kind))
+    start(None)
+    counts = Counter(found)
+    found.clear()
+    assert not start(folder).found and Counter(found) == counts
 
 
 def test_checkpointed_and_mixed_precision_models_are_found(folder: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_pause
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
 from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
 from graph_fsdp.report.report import CapturedGraph
+from graph_fsdp.runtime.regions.regions import Step
 from graph_fsdp.runtime.withheld_gradients import find_absent
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class AotTrace:
     lookup: Lookup | None = None  # of a kept program; where there is none, this one is kept
     _piece: tuple[Snapshot | None, str] = (None, "")  # until its program is compiled
     _alive: Engine | None = None  # until backward is compiled, which the model may not live to see
+    _cuts: dict[fx.Graph, list[Step]] = field(default_factory=dict)  # of graphs that are cut into regions already
 
     def __post_init__(self) -> None:
         self._owner, self.engine = weakref.ref(self.engine), weakref.proxy(self.engine)
@@ -161,7 +163,7 @@ class AotTrace:
 
     def _keep(self, graphs: list[Graph], kind: str) -> None:
         if self.lookup is not None:
-            self.lookup.keep(graphs, kind, self.context)
+            self._cuts = self.lookup.keep(graphs, kind, self.context)
             self.lookup = None  # with Dynamo's graph
 
     def _kind(self, graph: Graph) -> str:
@@ -177,7 +179,8 @@ class AotTrace:
         return self.engine.pieces.sharing(program, self.context.graphs[phase], before_passes, self.context, kind)
 
     def _prepare_regions(self, graphs: list[Graph]) -> None:
-        self.engine.regions.prepare(graphs)
+        self.engine.regions.prepare(graphs, self._cuts)
+        self._cuts = {}
 
     def _program(self, module: fx.GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """Return the program of a graph after the passes."""

@@ -322,13 +322,13 @@ class Engine:
             repeats: Repeats | None = None
             try:
                 repeats = Repeats(module, groups, self.backend.prepare, self.backend.decompositions())
-                log.info("%d layers have %d traces", len(repeats.calls), len(repeats.traces))
+                log.info("%d layers have %d traces", len(repeats.layers), len(repeats.traces))
                 with repeats.registered():
                     return trace(repeats.expand).run(repeats.contracted, inputs)
             except NotRepeatable as reason:
-                which = "a layer" if repeats is None or reason.call is None else repeats.calls[reason.call][1].unit
-                log.info("%s has no trace of others: %s", which, reason)
-                groups = [] if repeats is None else repeats.without(reason.call)
+                layer = None if repeats is None or reason.layer is None else repeats.layers[reason.layer]
+                log.info("%s has no trace of others: %s", "a layer" if layer is None else layer.segment.unit, reason)
+                groups = [] if repeats is None else repeats.without(reason.layer)
         return trace(self.backend.prepare).run(module, inputs)
 
     def run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:

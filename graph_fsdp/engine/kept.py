@@ -34,7 +34,6 @@ from graph_fsdp.passes.ir.portable import Names, NotPortable
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
-from graph_fsdp.passes.repeat.segments import NotRepeatable
 from graph_fsdp.passes.repeat.trace import call, called
 from graph_fsdp.passes.transforms.partitioned import take_unsharded
 from graph_fsdp.programs.folder import Folder
@@ -43,6 +42,7 @@ from graph_fsdp.programs.plain import Unknown
 from graph_fsdp.programs.program import KeptProgram, Outputs, describe_outputs
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.regions.regions import Step
 from graph_fsdp.runtime.withheld_gradients import AbsentGradients, KeptGradients
 
 if TYPE_CHECKING:
@@ -76,17 +76,20 @@ class Lookup:
         except NotPortable as reason:
             self.refused = str(reason)
 
-    def keep(self, graphs: list[Graph], kind: str, context: PassContext) -> None:
-        """Keep the graphs after all passes. The log says why, where they cannot be, or UnsupportedError."""
+    def keep(self, graphs: list[Graph], kind: str, context: PassContext) -> dict[fx.Graph, list[Step]]:
+        """Keep the graphs after all passes, and return those that were cut for it. The log says why, where they cannot
+        be kept, or UnsupportedError."""
         try:
             if self.outputs is None:
                 raise NotPortable(self.refused)
             program = KeptProgram.of(graphs, kind, self.outputs, context)
             self.folder.write(self.key, lambda: program.to_data(self.names, self.whole))
+            return program.cuts
         except NotPortable as reason:
             if self.must:
                 raise UnsupportedError(f"the program of this model cannot be kept: {reason}") from None
             log.info("the program is not kept for later starts: %s", reason)
+            return {}
 
 
 class KeptPrograms:
@@ -130,7 +133,7 @@ class KeptTrace(AotTrace):
         cls, engine: Engine, context: PassContext, captured: CapturedGraph, entry: Entry, program: KeptProgram
     ) -> KeptTrace:
         made = cls(engine, context, captured, entry, lambda module: module)
-        made.program = program
+        made.program, made._cuts = program, program.cuts
         return made
 
     def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -152,9 +155,6 @@ class KeptTrace(AotTrace):
     def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         self._put_in()
         return self._first_program(inference, "inference")
-
-    def _prepare_regions(self, graphs: list[Graph]) -> None:
-        self.engine.regions.prepare(graphs, self.program.cuts)
 
     def _module(self, given: fx.GraphModule, phase: Phase) -> fx.GraphModule:
         return self.context.graphs[phase].module
@@ -181,16 +181,14 @@ class KeptTrace(AotTrace):
 
 @dataclass
 class _StandIn:
-    """Is to a call what a ``Trace`` is to that of a layer."""
+    """Is to a call what a ``Chain`` is to that of layers."""
 
     outputs: list[fx.Node]
     differentiable: list[bool]
     gradients: list[fx.Node | None]
-    failures: list[NotRepeatable] = field(default_factory=list)
 
-    @property
-    def found_gradients(self) -> list[fx.Node]:
-        return [node for node in self.gradients if node is not None]
+    def fail(self, reason: str, which: int | None = None) -> None:
+        """Do nothing: a graph that is kept writes to no input, and AOTAutograd gives it all gradients."""
 
 
 def _stand_in(program: KeptProgram) -> Any:

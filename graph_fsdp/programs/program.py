@@ -17,7 +17,7 @@ from graph_fsdp.passes.ir.effects import mutated_inputs
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.portable import Names, NotPortable, from_data, to_data
 from graph_fsdp.runtime.regions.kept_keys import cut_with_keys, keys_to_data
-from graph_fsdp.runtime.regions.regions import Step
+from graph_fsdp.runtime.regions.regions import Step, cut
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class KeptProgram:
 
     ``kind``: of the graphs, by which ranks have a plan in common; ``plan``: that they keep to. ``absent``: of the
     backward's ``AbsentGradients`` the tangents and parameters. ``stages``: per phase, the name, summary and number of
-    nodes of each. ``cuts``: of graphs that run in regions, which have their keys.
+    nodes of each. ``cuts``: of graphs that run in regions, once it was written or read; these have their keys.
     """
 
     graphs: list[Graph]
@@ -98,8 +98,12 @@ class KeptProgram:
             "absent": None if self.absent is None else [list(map(list, part.items())) for part in self.absent],
             "stages": {phase: list(map(list, found)) for phase, found in self.stages.items()},
             "graphs": [to_data(graph, names) for graph in self.graphs],
-            "regions": None if whole else [keys_to_data(graph, names) for graph in self.graphs],
+            "regions": None if whole else [self._keys_to_data(graph, names) for graph in self.graphs],
         }
+
+    def _keys_to_data(self, graph: Graph, names: Names) -> dict[str, Any]:
+        steps = self.cuts[graph.fx_graph] = cut(graph)
+        return keys_to_data(steps, graph.phase, names)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], names: Names, mode: Any) -> KeptProgram:

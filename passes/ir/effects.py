@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import Any
 
@@ -21,12 +20,22 @@ _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.ge
 
 
 _Places = tuple[tuple[int, str], ...]  # (position, name) of arguments
+_Effects = tuple[_Places, _Places]
 _ANYWHERE: _Places = ((-1, ""),)  # in any argument: of a higher-order operator
 
 
-@functools.cache
-def memory_effects(target: Any) -> tuple[_Places, _Places]:
+_KNOWN: dict[int, tuple[Any, _Effects]] = {}  # by identity: to hash an operator is a call of Python's
+
+
+def memory_effects(target: Any) -> _Effects:
     """Return the arguments whose memory an operator's value may share, and those that it writes to (cached)."""
+    known = _KNOWN.get(id(target))
+    if known is None:
+        known = _KNOWN[id(target)] = target, _memory_effects(target)  # held: its identity stays its own
+    return known[1]
+
+
+def _memory_effects(target: Any) -> _Effects:
     if target in _UNANNOTATED_VIEWS:
         return ((0, ""),), ()
     if isinstance(target, compat.HigherOrderOperator):

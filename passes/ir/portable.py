@@ -114,6 +114,7 @@ class _Writer:
         self._places: dict[fx.Node, int] = {}
         self._texts: dict[str, int] = {}
         self._metas: dict[str, int] = {}
+        self._numbers: dict[tuple[str, int], int] = {}  # the same by identity: the graph holds what its nodes say
         self._said: list[list[Any]] = []  # of nodes, each once, by the number that ``_metas`` gives it
         self._values: dict[Any, int] = {}
         self._written: list[Any] = []  # values, by the number that ``_values`` gives them
@@ -186,10 +187,12 @@ class _Writer:
         """Write an entry of a node's metadata: its value, or the number of what other nodes have too."""
         if key == "val":
             return [self._value(value)]
-        said = [key, self._meta(key, value)]
-        number = self._metas.setdefault(repr(said), len(self._said))
-        if number == len(self._said):
-            self._said.append(said)
+        number = self._numbers.get((key, id(value)))  # nodes of one line have one text, and one stack of modules
+        if number is None:
+            said = [key, self._meta(key, value)]
+            number = self._numbers[key, id(value)] = self._metas.setdefault(repr(said), len(self._said))
+            if number == len(self._said):
+                self._said.append(said)
         return number
 
     def _meta(self, key: str, value: Any) -> Any:

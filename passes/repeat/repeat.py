@@ -1,10 +1,10 @@
-"""Equal layers are traced once: AOTAutograd sees each as one operator, whose trace is put in its place later.
+"""Equal layers are traced once: AOTAutograd sees operators for them, in whose places their trace is put later.
 
 AOTAutograd spends some milliseconds on every operator. So, between Dynamo's graph and the joint graph:
 
 1. *find* (``segments.py``): which parts of Dynamo's graph are equal.
 2. *trace* (``trace.py``): of equal segments one is traced, as AOTAutograd traces a whole model.
-3. *contract*: each becomes one call, which is differentiated by another call.
+3. *contract*: those that follow each other (``chains.py``) become one call, differentiated by another call.
 4. *expand*: in the joint graph, or that of inference, the nodes of the trace take the place of the calls.
 
 The graph has then the operators, values and order that it would have had without. Where that is not certain a segment
@@ -31,6 +31,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.operands import argument, operands
+from graph_fsdp.passes.repeat.chains import Chain, Layer, Place, find_chains
 from graph_fsdp.passes.repeat.copies import CopiedValues, Origins, layout, value_of
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
 from graph_fsdp.passes.repeat.trace import Decompositions, Prepare, Trace, call, called, repeat, repeat_backward, trace
@@ -38,8 +39,6 @@ from graph_fsdp.passes.repeat.trace import Decompositions, Prepare, Trace, call,
 log = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"_\d+$")
-
-_Place = tuple[int | None, fx.Node]  # a node of the trace that a call stands for, by the call's index, or one around
 
 
 class Repeats:
@@ -56,7 +55,7 @@ class Repeats:
     ) -> None:
         self._prepare = prepare
         self.traces: list[Trace] = []
-        self.calls: list[tuple[Trace, Segment]] = []  # by the index of a call: its trace, and what it stands for
+        self.layers: list[Layer] = []  # by their index
         for group in groups:
             try:
                 made = trace(len(self.traces), group[0], module, prepare, decompositions)
@@ -64,16 +63,17 @@ class Repeats:
                 log.info("%s and %d layers like it are traced by themselves: %s", group[0].unit, len(group) - 1, reason)
                 continue
             self.traces.append(made)
-            self.calls += [(made, segment) for segment in group]
+            self.layers += [Layer(index, made, segment) for index, segment in enumerate(group, len(self.layers))]
         if not self.traces:
             raise NotRepeatable("no layer can be traced for others")
+        self.chains = list(find_chains(module.graph, self.layers))
         nodes = module.graph.nodes
         self._gathered = [dialect.parameter_of(node) for node in nodes if node.target is dialect.gather_param]
         self.contracted = self._contract(module)
 
     def registered(self) -> AbstractContextManager[Any]:
-        """Let ``repeat`` and ``repeat_backward`` know the traces while the contracted graph is traced."""
-        return called({index: made for index, (made, _) in enumerate(self.calls)})
+        """Let ``repeat`` and ``repeat_backward`` know the chains while the contracted graph is traced."""
+        return called(dict(enumerate(self.chains)))
 
     def expand(self, module: fx.GraphModule) -> fx.GraphModule:
         """Return ``module``, the trace of ``contracted``, prepared, and with traces in the places of the calls.
@@ -85,27 +85,27 @@ class Repeats:
             raise failures[0]
         prepared = all(made.prepared for made in self.traces)
         module = self._prepare(module) if prepared else module
-        _Expansion(module, self.calls, self._gathered).run()
+        _Expansion(module, self.layers, self.chains, self._gathered).run()
         return module if prepared else self._prepare(module)
 
-    def without(self, call: int | None) -> list[list[Segment]]:
-        """Return the groups of segments that were traced, without that of a call; none if the call is not known."""
+    def without(self, layer: int | None) -> list[list[Segment]]:
+        """Return the groups of segments that were traced, without that of a layer; none if the layer is not known."""
         groups: dict[int, list[Segment]] = {}
-        for index, (made, segment) in enumerate(self.calls):
-            if call is not None and index != call:
-                groups.setdefault(made.index, []).append(segment)
+        for one in self.layers:
+            if layer is not None and one.index != layer:
+                groups.setdefault(one.trace.index, []).append(one.segment)
         return [group for group in groups.values() if len(group) >= WORTH]
 
     def _contract(self, module: fx.GraphModule) -> fx.GraphModule:
-        ends = {segment.nodes[-1]: index for index, (_, segment) in enumerate(self.calls)}
-        inside = {node for _, segment in self.calls for node in segment.nodes}
+        ends = {chain.last.segment.nodes[-1]: index for index, chain in enumerate(self.chains)}
+        inside = {node for layer in self.layers for node in layer.segment.nodes}
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
             if node in ends:
-                _, segment = self.calls[ends[node]]
-                results = graph.call_function(call, (ends[node], *map(copies.__getitem__, segment.inputs)))
-                for index, output in enumerate(segment.outputs):
+                chain = self.chains[ends[node]]
+                results = graph.call_function(call, (ends[node], *map(copies.__getitem__, chain.inputs)))
+                for index, output in enumerate(chain.last.segment.outputs):
                     copies[output] = graph.call_function(operator.getitem, (results, index))
             elif node not in inside:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -113,20 +113,22 @@ class Repeats:
 
 
 class _Expansion:
-    """Copies ``module``, the trace of a graph in which ``calls`` stand for layers, into a graph of all their nodes.
-    ``gathered``: all parameters in the order of their gathers in Dynamo's graph."""
+    """Copies ``module``, the trace of a graph in which calls stand for ``chains`` of ``layers``, into a graph of all
+    their nodes. ``gathered``: all parameters in the order of their gathers in Dynamo's graph."""
 
-    def __init__(self, module: fx.GraphModule, calls: list[tuple[Trace, Segment]], gathered: list[str]) -> None:
-        self.module, self.calls, self.graph = module, calls, fx.Graph()
+    def __init__(self, module: fx.GraphModule, layers: list[Layer], chains: list[Chain], gathered: list[str]) -> None:
+        self.module, self.layers, self.chains, self.graph = module, layers, chains, fx.Graph()
         self._place_of = {name: index for index, name in enumerate(gathered)}
-        self._parameters = [dict(zip(made.segment.parameters, s.parameters, strict=True)) for made, s in calls]
-        traces = {made.index: made for made, _ in calls}
+        self._parameters = [
+            dict(zip(layer.trace.segment.parameters, layer.segment.parameters, strict=True)) for layer in layers
+        ]
+        traces = {layer.trace.index: layer.trace for layer in layers}
         self._origins = {n: Origins(made.segment, (*made.forward, *made.backward)) for n, made in traces.items()}
-        self._own_origins = [self._origins[made.index].of(segment) for made, segment in calls]
+        self._own_origins = [self._origins[layer.trace.index].of(layer.segment) for layer in layers]
         self._values = CopiedValues()
-        self._checked: set[_Place] = set()
-        self._same: dict[_Place, _Place] = {}  # an input of a trace → what it is given, a result → the trace's node
-        self._copies: dict[_Place, fx.Node] = {}
+        self._checked: set[Place] = set()
+        self._same: dict[Place, Place] = {}  # an input of a trace → what it is given, a result → the trace's node
+        self._copies: dict[Place, fx.Node] = {}
         self._checkpoints: dict[tuple[int | None, int], int] = {}  # by calls and numbers of the trace, in their order
 
     def run(self) -> None:
@@ -136,24 +138,21 @@ class _Expansion:
             self._copy(place)
         self.module.graph = self.graph
 
-    def _expanded(self, node: fx.Node) -> Iterator[_Place]:
+    def _expanded(self, node: fx.Node) -> Iterator[Place]:
         """Yield what is computed where a node of the contracted graph stands."""
         if node.target is not repeat and node.target is not repeat_backward:
             if (None, node) not in self._same:
                 yield None, node
             return
-        given, index = operands(node), argument(node, "call")
-        made, _ = self.calls[index]
-        inputs, body, outputs = made.inputs, made.forward, made.outputs
-        if node.target is repeat_backward:
-            inputs, body, outputs = made.tangents, made.backward, made.found_gradients
-        self._same.update(((index, place), (None, value)) for place, value in zip(inputs, given, strict=True))
+        chain = self.chains[argument(node, "call")]
+        same, body, returned = (chain.forward if node.target is repeat else chain.backward)(operands(node))
+        self._same.update(same)
         for result in node.users:
             _, which = cast("tuple[fx.Node, int]", result.args)
-            self._same[None, result] = (index, outputs[which])
-        yield from ((index, inner) for inner in body)
+            self._same[None, result] = returned[which]
+        yield from body
 
-    def _order(self, place: _Place) -> tuple[int, int]:
+    def _order(self, place: Place) -> tuple[int, int]:
         """See [Note: the order of a joint graph]."""
         node = place[1]
         if node.target is dialect.gather_param:
@@ -162,18 +161,18 @@ class _Expansion:
             return 3, -self._gather_order(place)
         return {"placeholder": 0, "output": 4}.get(node.op, 2), 0
 
-    def _gather_order(self, place: _Place) -> int:
+    def _gather_order(self, place: Place) -> int:
         if (name := self._parameter(place)) not in self._place_of:
             raise NotRepeatable(f"{name} is not gathered in Dynamo's graph", place[0])
         return self._place_of[name]
 
-    def _parameter(self, place: _Place) -> str:
+    def _parameter(self, place: Place) -> str:
         """Return the parameter that a gather or a reduction is for here."""
         index, node = place
         name = dialect.parameter_of(node)
         return name if index is None else self._parameters[index][name]
 
-    def _copy(self, place: _Place) -> None:
+    def _copy(self, place: Place) -> None:
         index, node = place
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._copy_of((index, source)))
         name = node.name if node.op == "placeholder" else _NUMBER.sub("", node.name)
@@ -181,7 +180,7 @@ class _Expansion:
         if target is dialect.gather_param or target is dialect.reduce_grad:
             args = dialect.with_parameter(target, args, self._parameter(place))
         elif index is not None and node.op == "get_attr":
-            made, _ = self.calls[index]
+            made = self.layers[index].trace
             target = f"_repeated_{made.index}_{node.target}"  # a constant; the layers share it
             setattr(self.module, target, getattr(made.module, str(node.target)))
         copy = self.graph.create_node(node.op, target, args, kwargs, name, node.type)
@@ -190,7 +189,7 @@ class _Expansion:
             copy.meta["ac_graph_id"] = self._checkpoints.setdefault((index, checkpoint), len(self._checkpoints))
         self._copies[place] = copy
         if index is not None:
-            self._origins[self.calls[index][0].index].rename(node, copy, self._own_origins[index])
+            self._origins[self.layers[index].trace.index].rename(node, copy, self._own_origins[index])
         if node.op == "call_function" and (index is not None or self._lies_in_a_copy(node)):
             if index is not None and self._values.set(node, copy):
                 return
@@ -198,7 +197,7 @@ class _Expansion:
                 copy.meta["val"] = value_of(copy)
             _check(node, copy, index)
 
-    def _copy_of(self, place: _Place) -> fx.Node:
+    def _copy_of(self, place: Place) -> fx.Node:
         """Return the node that takes the place of another, or of what that stands for."""
         index, node = place
         while place in self._same:

@@ -29,11 +29,11 @@ _WITHOUT_EFFECT = frozenset({compat.log_api_usage})
 
 
 class NotRepeatable(BaseException):  # AOTAutograd retells every Exception as one of its own
-    """Says why a layer does not repeat another's trace; ``call``: the index of its call, if it is a single one."""
+    """Says why a layer does not repeat another's trace; ``layer``: its index, if it is a single one."""
 
-    def __init__(self, reason: str, call: int | None = None) -> None:
+    def __init__(self, reason: str, layer: int | None = None) -> None:
         super().__init__(reason)
-        self.call = call
+        self.layer = layer
 
 
 @dataclass

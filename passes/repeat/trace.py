@@ -1,7 +1,8 @@
 """One of several equal layers is traced, and operators stand for all while the model around is traced.
 
-A layer is called as ``repeat`` on its inputs and differentiated as ``repeat_backward`` on the gradients of its outputs;
-both are told which call it is. Neither is ever run: the trace takes their places (``repeat.py``).
+Layers that follow each other are called as ``repeat`` on their inputs and differentiated as ``repeat_backward`` on the
+gradients of the last one's outputs; both are told which call it is. Neither is ever run: traces take their places
+(``repeat.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,7 @@ repeat = define(
 repeat_backward = define(
     _LIBRARY,
     "repeat_backward(Tensor[] gradients, int call) -> Tensor[]",
-    lambda gradients, call: _values(CALLED[call].found_gradients),
+    lambda gradients, call: _values([node for node in CALLED[call].gradients if node is not None]),
 )
 
 Prepare = Callable[[fx.GraphModule], fx.GraphModule]
@@ -54,11 +55,6 @@ class Trace:
     gradients: list[fx.Node | None]
     prepared: bool
     failures: list[NotRepeatable] = field(default_factory=list)
-
-    @property
-    def found_gradients(self) -> list[fx.Node]:
-        """Return the nodes whose values ``repeat_backward`` returns."""
-        return [node for node in self.gradients if node is not None]
 
 
 def trace(
@@ -128,18 +124,36 @@ def _divide(nodes: list[fx.Node], tangents: list[fx.Node]) -> tuple[list[fx.Node
     return forward, backward
 
 
-# How a layer is called while the model around it is traced
+# How layers are called while the model around them is traced
 
-CALLED: dict[int, Trace] = {}  # by the index of a call
+
+class Called(Protocol):
+    """Says what a call computes: the nodes of its ``outputs``, those that are ``differentiable``, and per input that of
+    its gradient, or None where it needs none. ``fail`` notes why traces cannot take the call's place: because of its
+    input of a number, or of its outputs, None."""
+
+    @property
+    def outputs(self) -> Sequence[fx.Node]: ...
+
+    @property
+    def differentiable(self) -> Sequence[bool]: ...
+
+    @property
+    def gradients(self) -> Sequence[fx.Node | None]: ...
+
+    def fail(self, reason: str, which: int | None = None) -> None: ...
+
+
+CALLED: dict[int, Called] = {}  # by the index of a call
 
 
 @contextlib.contextmanager
-def called(traces: Mapping[int, Trace]) -> Iterator[None]:
-    """Let ``repeat`` and ``repeat_backward`` know the traces that calls stand for, by index, and no others."""
+def called(calls: Mapping[int, Called]) -> Iterator[None]:
+    """Let ``repeat`` and ``repeat_backward`` know what calls stand for, by index, and nothing else."""
     before = dict(CALLED)
     try:
         CALLED.clear()
-        CALLED.update(traces)
+        CALLED.update(calls)
         yield
     finally:
         CALLED.clear()
@@ -154,10 +168,10 @@ def call(index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
 class _LayerCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.trace, ctx.call = CALLED[index], index
+        ctx.called, ctx.call = CALLED[index], index
         ctx.set_materialize_grads(False)
         outputs = repeat(inputs, index)
-        pairs = zip(outputs, ctx.trace.differentiable, strict=True)
+        pairs = zip(outputs, ctx.called.differentiable, strict=True)
         ctx.mark_non_differentiable(*(output for output, differentiable in pairs if not differentiable))
         ctx.versions = [(tensor, tensor._version) for tensor in (*inputs, *outputs)]
         return tuple(outputs)
@@ -165,17 +179,18 @@ class _LayerCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # Which of its inputs and outputs a layer has saved, the trace does not say.
-        given = [g for g, differentiable in zip(gradients, ctx.trace.differentiable, strict=True) if differentiable]
-        failure = None
-        if any(tensor._version != version for tensor, version in ctx.versions):
-            failure = "an input or output of it is written to behind it"
-        elif any(gradient is None for gradient in given):
-            failure = "an output of it has no gradient"
-        if failure is not None:  # not raised here: autograd would warn of it
-            ctx.trace.failures.append(NotRepeatable(failure, ctx.call))
-            return (None,) * (1 + len(ctx.trace.gradients))
+        called = ctx.called
+        given = [g for g, differentiable in zip(gradients, called.differentiable, strict=True) if differentiable]
+        written = [place for place, (tensor, version) in enumerate(ctx.versions) if tensor._version != version]
+        if written or any(gradient is None for gradient in given):  # not raised here: autograd would warn of it
+            if written:
+                which = written[0] if written[0] < len(called.gradients) else None
+                called.fail("an input or output of it is written to behind it", which)
+            else:
+                called.fail("an output of it has no gradient")
+            return (None,) * (1 + len(called.gradients))
         found = iter(repeat_backward(given, ctx.call))
-        return None, *(None if node is None else next(found) for node in ctx.trace.gradients)
+        return None, *(None if node is None else next(found) for node in called.gradients)
 
 
 def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:

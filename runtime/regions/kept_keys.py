@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.portable import Names
 from graph_fsdp.runtime.regions.regions import Region, RegionKey, Step, cut
 
 
-def keys_to_data(graph: Graph, names: Names) -> dict[str, Any]:
-    """Return the keys of a graph's regions, in their order, as data that ``json.dumps`` takes.
+def keys_to_data(steps: list[Step], phase: Phase, names: Names) -> dict[str, Any]:
+    """Return the keys of a graph's regions, in the order of its ``steps``, as data that ``json.dumps`` takes.
 
     Raises:
         NotPortable: a device is not the model's.
     """
     keys: dict[tuple[Any, ...], int] = {}
     numbers = []
-    for region in _regions(cut(graph)):
-        key = region.key(graph.phase)
+    for region in _regions(steps):
+        key = region.key(phase)
         written = (key.body, key.returned, tuple(map(names.of_device, key.devices)))
         numbers.append(keys.setdefault(written, len(keys)))
     return {"keys": list(map(list, keys)), "of": numbers}
