@@ -105,9 +105,9 @@ class LayerTrace:
 
 
 def _known_as(tensor: torch.Tensor, like: Any) -> torch.Tensor | None:
-    """Have the fake mode of ``like`` know a tensor as a fake one like it, which it would make in ten times the time, and
-    return that. None, and nothing is known, where the tensor is more than its facts: a view, of memory that the mode
-    knows, with a gradient, or with a value that Dynamo reads."""
+    """Have the fake mode of ``like`` know a tensor as a fake one like it, and return that: the mode takes ten times as
+    long to make one. None, and nothing is known, where the tensor is more than its facts: a view, in memory that the
+    mode knows, with a gradient, or with a value that Dynamo reads."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.is_leaf or tensor._is_view():
         return None
     if tensor.grad is not None or not tensor.dim() or getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
