@@ -239,7 +239,7 @@ def text_of(graph: fx.GraphModule) -> list[str]:
 
 def known_of_input(value: Tensor, memory: dict[str, int]) -> Any:
     """What an input is beside its sizes, and which others are in its memory."""
-    storage = str(value.untyped_storage()._cdata)
+    storage = str(compat.storage_id(value))
     grad = described(value.grad) if value.is_leaf and value.grad is not None else None
     return type(value), sorted(vars(value)), value.device, grad, memory.setdefault(storage, len(memory))
 
