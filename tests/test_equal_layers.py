@@ -139,6 +139,21 @@ def with_a_tied_weight(model: Any) -> None:
     model.layers[3].convolution.weight = model.layers[1].convolution.weight
 
 
+def with_memory_of_another_layer(model: Any) -> None:
+    for index in (2, 3):
+        model.layers[index].scale = torch.empty(0).set_(model.layers[1].scale.untyped_storage(), 0, (8, 1), (1, 1))
+
+
+def with_views_of_one_tensor(model: Any) -> None:
+    for layer, scale in zip(model.layers, torch.full((DEPTH, 8, 1), 0.5), strict=True):
+        layer.scale = scale
+
+
+def with_gradients(model: Any) -> None:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
 def with_a_tied_layer(model: Any) -> None:
     model.layers[3] = model.layers[1]
 
@@ -172,6 +187,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "returns its list": (lambda: KeepsAList(ReturnsItsList), 0),
     "another dropout": (changed(with_another_dropout), 2),
     "tied weight": (changed(with_a_tied_weight), 3),
+    "memory of another layer": (changed(with_memory_of_another_layer), 3),
+    "views of one tensor": (changed(with_views_of_one_tensor), 0),
+    "gradients": (changed(with_gradients), 3),
     "tied layer": (changed(with_a_tied_layer), 3),
     "frozen layer": (changed(with_a_frozen_layer), 2),
     "hook": (changed(with_a_hook), 2),
@@ -210,11 +228,20 @@ def text_of(graph: fx.GraphModule) -> list[str]:
         argument = node.meta.get("grapharg")
         source = argument.source.name if argument is not None else ""
         value = described(node.meta.get("example_value"))
+        if node.op == "placeholder" and isinstance(node.meta["example_value"], Tensor):
+            value += known_of_input(node.meta["example_value"], numbers)
         where = node.meta.get("stack_trace"), node.meta.get("source_fn_stack"), sorted(node.meta)
         lines.append(
             f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs} {value} {source} {modules} {where}"
         )
     return lines
+
+
+def known_of_input(value: Tensor, memory: dict[str, int]) -> Any:
+    """What an input is beside its sizes, and which others are in its memory."""
+    storage = str(compat.storage_id(value))
+    grad = described(value.grad) if value.is_leaf and value.grad is not None else None
+    return type(value), sorted(vars(value)), value.device, grad, memory.setdefault(storage, len(memory))
 
 
 def _nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:

@@ -37,8 +37,8 @@ HOLDS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 from graph_fsdp.compat.checkpoints import checkpointed_functions as checkpointed_functions
 from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
-from graph_fsdp.compat.dtensor_lists import begin_linear_lists as begin_linear_lists
-from graph_fsdp.compat.dtensor_lists import end_linear_lists as end_linear_lists
+from graph_fsdp.compat.dtensor_lists import begin_equal_places as begin_equal_places
+from graph_fsdp.compat.dtensor_lists import end_equal_places as end_equal_places
 from graph_fsdp.compat.dynamo import *
 from graph_fsdp.compat.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
 from graph_fsdp.compat.equal_layers import EqualLayers as EqualLayers

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.utils import get_fake_value, set_example_value
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import ValueMutationNew
@@ -16,7 +16,8 @@ from torch._guards import Source, TracingContext
 from torch._ops import HigherOrderOperator
 
 from graph_fsdp.compat.dynamo import CHECKPOINT
-from graph_fsdp.compat.layer_guards import Counterparts, Differs, LayerGuards, modules_of
+from graph_fsdp.compat.layer_guards import Counterparts, Differs, LayerGuards, modules_of, tensor_facts
+from graph_fsdp.compat.tensors import fake_tensor
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ class LayerTrace:
             there = counterparts.source(source)
             lines = list(self.guards.lines(source))
             number = len(output.graph.nodes)
+            value = counterparts.value(there)
+            known = _known_as(value, node.meta["example_value"])  # held, as the fake mode does not hold it
             with TracingContext.patch(frame_summary_stack=lines, loc_in_frame=None):  # what guards say of themselves
-                placed[node] = VariableBuilder(tx, there)(counterparts.value(there)).as_proxy().node
+                placed[node] = VariableBuilder(tx, there)(value).as_proxy().node
+            del known
             if len(output.graph.nodes) != number:  # else it is tied to an earlier one
                 placed[node].meta.update(stacks.origin(node))
         variables = dict(zip(self.given.nodes, given.variables, strict=True))
@@ -98,6 +102,30 @@ class LayerTrace:
             given[result] = wrap_fx_proxy(tx, proxy, example_value=proxy.node.meta.pop("example_value"))
             given[result]._is_name_set = result in self.named
         return given[result]
+
+
+def _known_as(tensor: torch.Tensor, like: Any) -> torch.Tensor | None:
+    """Have the fake mode of ``like`` know a tensor as a fake one like it, and return that: the mode takes ten times as
+    long to make one. None, and nothing is known, where the tensor is more than its facts: a view, in memory that the
+    mode knows, with a gradient, or with a value that Dynamo reads."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.is_leaf or tensor._is_view():
+        return None
+    if tensor.grad is not None or not tensor.dim() or getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
+        return None
+    converter, storage = like.fake_mode.fake_tensor_converter.meta_converter, tensor.untyped_storage()
+    if storage in converter.describer.lookup_storage:
+        return None
+    made = fake_tensor(like.fake_mode, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, None, 0)
+    made.requires_grad = tensor.requires_grad
+    if tensor_facts(made) != tensor_facts(like) or vars(like).keys() - vars(made).keys() - {"_is_param"}:
+        return None
+    if not storage.nbytes():  # a placeholder's
+        made.untyped_storage().resize_(0)
+    if type(tensor) is nn.Parameter:
+        cast(Any, made)._is_param = True
+    converter.storage_memo[converter.describer.get_storage_id(storage)] = made.untyped_storage()
+    converter.tensor_memo[converter.describer.get_tensor_id(tensor)] = made
+    return made
 
 
 def fresh(value: torch.Tensor) -> torch.Tensor:

@@ -138,12 +138,12 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if optimizer not in _told:
         _told.add(optimizer)
         _warn_of_placeholders(optimizer)
-    compat.begin_linear_lists()
+    compat.begin_equal_places()
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
-        compat.end_linear_lists()  # where a step has raised, after the next one
+        compat.end_equal_places()  # where a step has raised, after the next one
 
 
 def _check_state(p: Tensor, state: Any) -> None:

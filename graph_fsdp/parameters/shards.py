@@ -42,6 +42,7 @@ from graph_fsdp.parameters.placeholder import set_guarded
 from graph_fsdp.parameters.placements import as_model_uses_it, give_memory, shard_spec
 from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards
 from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
+from graph_fsdp.passes.pipeline import collector_paused
 
 
 class Storage(Shards):
@@ -50,6 +51,7 @@ class Storage(Shards):
     reads_in_place = True
     installed: ClassVar[weakref.WeakSet[Storage]] = weakref.WeakSet()  # of all models that live
 
+    @collector_paused()
     def __init__(
         self,
         spec: ModelSpec,
@@ -131,6 +133,7 @@ class Storage(Shards):
         """Return a copy of this rank's part of a whole parameter, as a DTensor like its shard."""
         return compat.make_dtensor(self._own_part(p, full).to(p.local.device).contiguous().clone(), p.shard)
 
+    @collector_paused()
     def install(self, model: nn.Module, fullgraph: bool) -> None:
         self.unguarded_in_forward = fullgraph
         self.installed.add(self)
