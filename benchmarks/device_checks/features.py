@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from implementations import Setup, ours
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from workloads import Workload, loss_of
+from workloads import SEED, Workload, loss_of
 
 import graph_fsdp
 from device_checks import ACCELERATORS, REHEARSED, CannotRun, Figures, check, one_of, schedule_of
@@ -87,6 +88,28 @@ def checkpoints_of_one_rank(device: torch.device, case: str) -> Figures:
                 saved.result()
     assert losses[0] == losses[1], losses
     return {"losses": losses[0]}
+
+
+@check("A", 90, needs=ACCELERATORS, reason="on the CPU tests do it")
+def recurrent_layers(device: torch.device) -> Figures:
+    """The device's own layers have the gradients in a graph that they have alone, at every length."""
+    worst = 0.0
+    with one_rank(device):
+        mesh = init_device_mesh(device.type, (1,))
+        for kind in (nn.LSTM, nn.GRU):
+            torch.manual_seed(SEED)
+            plain = kind(64, 128, num_layers=2, bidirectional=True).to(device)
+            model: Any = graph_fsdp.compile(copy.deepcopy(plain), mesh, backend="eager")
+            for length in (32, 48, 40):
+                x = torch.randn(length, 8, 64, device=device)
+                for each in (plain, model):
+                    each(x)[0].square().mean().backward()
+            assert len(graph_fsdp.inspect(model).graphs) == 2, "another length compiles another graph"
+            for expected, p in zip(plain.parameters(), model.parameters(), strict=True):
+                difference = (p.grad.full_tensor() - expected.grad).abs().max() / expected.grad.abs().max()
+                worst = max(worst, difference.item())
+    assert worst <= 1e-3, f"gradients are {worst:.2g} off"  # TF32 may be on
+    return {"difference": worst}
 
 
 @check("A", 90, needs=["cuda"], reason="NCCL registers it", cases=["registered", "symmetric"])
