@@ -155,6 +155,8 @@ def test_torch_writes_them_out_elsewhere() -> None:
     layer = nn.GRU(FEATURES, 4)
     graph = make_fx(lambda x: layer(x)[0], tracing_mode="fake", _allow_non_fake_inputs=True)(sequences(5)).graph
     assert all(node.target is not recurrent_layer for node in graph.nodes)
+    kernels = torch.ops.aten.gru.input.py_kernels.values()  # which decomposition tables are made of
+    assert kernels and all(kernel.__module__.startswith("torch.") for kernel in kernels)
 
 
 def test_through_inductor() -> None:

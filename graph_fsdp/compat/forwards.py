@@ -41,6 +41,7 @@ def _install(operator: OpOverload[..., Any]) -> None:
     for key in (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd):
         written_out = operator.py_kernels[key]
 
+        @functools.wraps(written_out)  # whose it is, other tables of decompositions ask
         def traced(*args: Any, written_out: Callable[..., Any] = written_out, **kwargs: Any) -> Any:
             return getattr(_tracing, "functions", {}).get(operator, written_out)(*args, **kwargs)
 
