@@ -142,31 +142,19 @@ def _flops_of_backward(grads: Any, needed: Any, *layer: Any, **_: Any) -> int:
 torch.library.register_autograd(recurrent_layer, _backward, setup_context=_setup_context, lib=_LIBRARY)
 
 
-def _layers(
-    kind: str,
-    input: Tensor,
-    batch_sizes: Tensor | None,
-    hidden: Any,
-    weights: Sequence[Tensor],
-    biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-) -> tuple[Tensor, ...]:
-    """Run layers with dropout between them."""
-    given = _Layer(kind, input, batch_sizes, hidden if kind == "lstm" else [hidden], weights, biases, bidirectional)
-    differentiated = torch.is_grad_enabled() and any(value.requires_grad for value in given.values)
-    dtype, result = _autocast(kind, input)
-    every = given.of_values([value.to(dtype) for value in given.values])
-    directions, each = (2 if bidirectional else 1), len(weights) // layers
+def _layers(every: _Layer, layers: int, dropout: float) -> tuple[Tensor, ...]:
+    """Run layers with dropout between them. ``every``: has the states and weights of all."""
+    differentiated = torch.is_grad_enabled() and any(value.requires_grad for value in every.values)
+    dtype, result = _autocast(every.kind, every.input)
+    every = every.of_values([value.to(dtype) for value in every.values])
+    directions, each = (2 if every.bidirectional else 1), len(every.weights) // layers
     output, ends = every.input, []
     for i in range(layers):
         state = [value[directions * i : directions * (i + 1)] for value in every.state]
         layer = every._replace(input=output, state=state, weights=every.weights[each * i : each * (i + 1)])
         output, *end = recurrent_layer(*layer, differentiated)
         ends.append(end[: len(state)])
-        if dropout and train and i < layers - 1:
+        if dropout and i < layers - 1:
             output = torch.dropout(output, dropout, train=True)
     return output.to(result), *(torch.cat(values).to(result) for values in zip(*ends, strict=True))
 
@@ -182,16 +170,19 @@ def _autocast(kind: str, input: Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 def _of_sequences(kind: str, input: Tensor, hidden: Any, *given: Any) -> tuple[Tensor, ...]:
     """Stand for ``aten.lstm.input`` and its like."""
-    *layers, batch_first = given
+    *packed, batch_first = given
     if not batch_first:
-        return _layers(kind, input, None, hidden, *layers)
-    output, *ends = _layers(kind, input.transpose(0, 1), None, hidden, *layers)
+        return _of_packed(kind, input, None, hidden, *packed)
+    output, *ends = _of_packed(kind, input.transpose(0, 1), None, hidden, *packed)
     return output.transpose(0, 1), *ends
 
 
-def _of_packed(kind: str, data: Tensor, batch_sizes: Tensor, hidden: Any, *layers: Any) -> tuple[Tensor, ...]:
+def _of_packed(kind: str, data: Tensor, batch_sizes: Tensor | None, hidden: Any, *given: Any) -> tuple[Tensor, ...]:
     """Stand for ``aten.lstm.data`` and its like, of a ``PackedSequence``."""
-    return _layers(kind, data, batch_sizes, hidden, *layers)
+    weights, biases, layers, dropout, train, bidirectional = given
+    state = hidden if kind == "lstm" else [hidden]
+    every = _Layer(kind, data, batch_sizes, state, weights, biases, bidirectional)
+    return _layers(every, layers, dropout if train else 0.0)
 
 
 # What is traced in place of an operator of torch.
