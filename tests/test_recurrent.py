@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import start
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -67,6 +69,15 @@ def calls(model: nn.Module, phase: str, target: Any = recurrent_layer) -> int:
     graph = graph_fsdp.inspect(model).graphs[-1].views[phase].graph
     assert graph is not None
     return sum(node.target is target for node in graph.nodes)
+
+
+class OfOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(FEATURES, 16, num_layers=2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x)[0]
 
 
 LAYERS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
@@ -148,6 +159,19 @@ def test_what_a_layer_computes_is_counted() -> None:
     found = {n.target: node_flops(n) for n in nodes if n.target in (recurrent_layer, recurrent_layer_backward)}
     forward = 2 * 5 * BATCH * 2 * 4 * 12 * (8 + 12)
     assert found == {recurrent_layer: forward, recurrent_layer_backward: 3 * forward}
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_second_start_finds_their_program_and_its_stages(tmp_path: Path) -> None:
+    x = torch.randn(5, BATCH, FEATURES)
+    made = [start(tmp_path / "programs", OfOutputs, x) for _ in range(2)]
+    assert [started.found for started in made] == [False, True]
+    assert torch.equal(made[0].outputs, made[1].outputs)
+    first, second = (
+        {view.phase: [stage.body for stage in view.stages.values()] for view in started.report.graphs[0].views.values()}
+        for started in made
+    )
+    assert first == second and "recurrent_layer" in str(first)
 
 
 def test_torch_writes_them_out_elsewhere() -> None:

@@ -28,6 +28,7 @@ from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.ranks import OtherPlan
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
+from graph_fsdp.passes.ir import recurrent
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.portable import Names, NotPortable
@@ -324,6 +325,7 @@ class Remake:
         with (
             compat.tracing(compat.TracingContext(self.mode)),
             compat.tracing_options(fullgraph=True),
+            compat.traced_as(recurrent.TRACED),
             compat.without_dispatch_modes(),
             collector_paused(),
             torch.set_grad_enabled(self.grad),

@@ -100,12 +100,14 @@ recurrent_layer = define(
     _LIBRARY,
     f"recurrent_layer({_LAYER}, bool train) -> (Tensor, Tensor, Tensor)",
     _fake_layer,
+    torch.Tag.flexible_layout,  # without it nodes keep values of eager mode, and programs are not kept
     CompositeExplicitAutograd=_run_layer,
 )
 recurrent_layer_backward = define(
     _LIBRARY,
     f"recurrent_layer_backward(Tensor[] grads, bool[] needed, {_LAYER}) -> Tensor[]",
     _fake_backward,
+    torch.Tag.flexible_layout,  # without it nodes keep values of eager mode, and programs are not kept
     CompositeExplicitAutograd=_run_backward,
 )
 
