@@ -23,8 +23,8 @@ FOLLOWING = ("populate_fw_metadata_with_stream_indices", "_extract_tangent_sourc
 
 
 def without_joint_trace(call: Callable[..., Any], stack_traces: Sequence[str | None]) -> Any:
-    """Return a context in which AOTAutograd is given in the place of a joint graph one whose outputs are of ``call``,
-    each of the lines that its stack trace says. The partition function must not read it."""
+    """Return a context in which AOTAutograd is given in the place of a joint graph one of as many inputs, whose outputs
+    are of ``call``, each of the lines that its stack trace says. The partition function must not read it."""
     torchs = getattr(graph_compile, _TRACE, None)
     if torchs is None or not all(hasattr(graph_capture, name) for name in FOLLOWING):  # before torch 2.13
         return contextlib.nullcontext()
@@ -32,7 +32,7 @@ def without_joint_trace(call: Callable[..., Any], stack_traces: Sequence[str | N
     def outlined(flat_fn: Any, flat_args: Any, descriptions: Any, config: Any, *, fw_metadata: Any) -> Any:
         if requires_subclass_dispatch(flat_args, fw_metadata) or fw_metadata.tokens:
             return torchs(flat_fn, flat_args, descriptions, config, fw_metadata=fw_metadata)
-        joint = _outputs_alone(call, stack_traces)
+        joint = _without_compute(len(flat_args), call, stack_traces)
         for name in FOLLOWING:
             getattr(graph_capture, name)(joint, fw_metadata)
         inputs = list(flat_args), fw_metadata.traced_tangents
@@ -41,8 +41,10 @@ def without_joint_trace(call: Callable[..., Any], stack_traces: Sequence[str | N
     return unittest.mock.patch.object(graph_compile, _TRACE, outlined)
 
 
-def _outputs_alone(call: Callable[..., Any], stack_traces: Sequence[str | None]) -> fx.GraphModule:
+def _without_compute(inputs: int, call: Callable[..., Any], stack_traces: Sequence[str | None]) -> fx.GraphModule:
     graph = fx.Graph()
+    for number in range(inputs):  # which torch 2.15 counts
+        graph.placeholder(f"primals_{number + 1}")
     outputs = []
     for text in stack_traces:
         outputs.append(graph.call_function(call))
