@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch._guards import tracing as tracing
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._prims import rng_prims
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
@@ -156,6 +156,15 @@ def current_fake_mode() -> FakeTensorMode:
     mode = TracingContext.get().fake_mode
     assert mode is not None, "called outside of a torch.compile capture"
     return mode
+
+
+def values_in(mode: FakeTensorMode, values: Iterable[Any]) -> list[Any]:
+    """Return ``values`` with those of another fake mode as values of this one, which torch 2.9 does not do itself."""
+
+    def in_mode(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, FakeTensor) and value.fake_mode is not mode else value
+
+    return list(map(in_mode, values))
 
 
 def tracing_in(mode: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:

@@ -37,7 +37,7 @@ def know_torch(directory: Path) -> None:
     if digest is None:
         write_note(note, torch_key().hex())
     elif hasattr(known, "set"):
-        with contextlib.suppress(RuntimeError):  # it is known already
+        with contextlib.suppress(RuntimeError, AssertionError):  # it is known already
             known.set(digest)
 
 

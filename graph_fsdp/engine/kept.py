@@ -290,8 +290,8 @@ class Remake:
         for node in graph.nodes:
             node.meta.pop("grapharg", None)
         own = compat.with_graph(module, graph, dict(zip(module.graph.nodes, graph.nodes, strict=True)))
-        inputs = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")]
         mode, grad = compat.current_fake_mode(), torch.is_grad_enabled()
+        inputs = compat.values_in(mode, (node.meta["example_value"] for node in graph.find_nodes(op="placeholder")))
         engine = trace.engine
         shared = (engine.spec, engine.pipeline, engine.backend, engine.repeat_traces)
         workshop = _Workshop(engine.trace_graph, *shared, KeptGradients())
