@@ -74,6 +74,48 @@ def test_a_recompilation_names_the_guard_that_failed(fake_group: None, change: s
     assert "args[" not in str(second) and "L['" not in str(second)
 
 
+class Counting(nn.Module):
+    """Has numbers that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.kinds = nn.Linear(16, 16), 0, ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) / self.calls
+
+
+class Naming(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds += "a"
+        return self.linear(x) * len(self.kinds)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_counter_in_a_module_has_two_graphs(fake_group: None, backend: str) -> None:
+    model: Any = graph_fsdp.compile(Counting(), backend=backend)
+    x = torch.ones(4, 16)
+    first = model(x).detach()
+    for calls in range(2, 12):
+        found = model(x)
+        found.sum().backward()
+        torch.testing.assert_close(found * calls, first)
+    assert model.calls == 11 and [cause.kind for cause in causes(model)] == ["first", "guard"]
+    assert "self.calls == 0" in str(causes(model)[1])
+    body = graph_fsdp.inspect(model).forward.stages["partition"].body
+    assert "add = primals_1 + 1" in body and "div.Tensor(addmm, add)" in body
+
+
+def test_a_model_that_is_traced_too_often_says_what_changed(fake_group: None) -> None:
+    model = graph_fsdp.compile(Naming(), backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(graph_fsdp.GraphBreakError) as caught:
+        for _ in range(3):
+            model(torch.ones(4, 16))
+    assert "has traced the model 2 times" in str(caught.value)
+    assert "The last time a guard of graph 0 failed: self.kinds == ''" in str(caught.value)
+
+
 @torch.no_grad()
 def test_the_guards_of_all_earlier_graphs_are_named_the_last_that_ran_first(fake_group: None) -> None:
     model = graph_fsdp.compile(Gated(), backend="eager", dynamic=False)

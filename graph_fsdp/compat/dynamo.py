@@ -219,7 +219,7 @@ _LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log",
 
 
 @contextlib.contextmanager
-def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator[None]:
+def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: bool = False) -> Iterator[None]:
     """Trace under the configuration that the models of this package need.
 
     - Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph.
@@ -227,6 +227,8 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
     - Derivatives in a forward (``torch.autograd.grad``) are traced, from torch 2.11 on.
     - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do.
     - With ``hooks``, graphs are guarded by the hooks that they were traced with.
+    - With ``integers``, one of a module that has changed (a counter of calls) is an input of the next graph, as an
+      argument of forward is, and does not make a graph for each value.
     - To save time, graph modules write their code when asked, no garbage is collected after a compilation, and guards
       are timed only if the log wants it (docs/decisions/tracing.md).
     """
@@ -235,6 +237,7 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         name: getattr(dynamo_config, name) | _logging_functions(len(vars(logging.Logger))),
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": not hooks,
+        "allow_unspec_int_on_nn_module": integers,
     }
     other = {"run_gc_after_compile": False, "trace_autograd_ops": True}
     options |= {name: value for name, value in other.items() if hasattr(dynamo_config, name)}

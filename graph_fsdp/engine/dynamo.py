@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graph_fsdp import compat
-from graph_fsdp.engine.recompilation import Call
+from graph_fsdp.engine.recompilation import Call, Cause
 from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError, UnsupportedError
 from graph_fsdp.module.structure import OF_BACKWARD, Structure
 
@@ -125,13 +125,22 @@ def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure
     )
 
 
-def traced_too_often(structure: Structure) -> GraphBreakError:
-    """Return the error for a model with hooks, which Dynamo has traced again and again."""
+def traced_too_often(structure: Structure, causes: Sequence[Cause]) -> GraphBreakError:
+    """Return the error for a model that Dynamo has traced again and again, for ``causes``."""
+    hooks = structure.hooks()
     return GraphBreakError(
-        f"{', '.join(structure.hooks())}: torch.compile has traced the model as often as it does "
-        "(torch._dynamo.config.recompile_limit) and gives up. What a hook reads and writes in Python is traced too: "
-        "a list that grows in each call is another one each time. Put the hook on the model itself, where it runs "
-        "outside of the graph, have it write to a key of a dict, or pass fullgraph=False"
+        (f"{', '.join(hooks)}: " if hooks else "")
+        + f"torch.compile has traced the model {len(causes)} times and gives up (torch._dynamo.config.recompile_limit)"
+        + (f". The last time {[*causes[-1].guards, causes[-1]][0]}" if causes else "")
+        + ". "
+        + (
+            "What a hook reads and writes in Python is traced too: a list that grows in each call is another one each "
+            "time. Put the hook on the model itself, where it runs outside of the graph, have it write to a key of a "
+            "dict, or pass fullgraph=False"
+            if hooks
+            else "What a forward reads in Python (a number, a text, the length of a list) is a constant of its graph: "
+            "pass what changes in each call as a tensor, keep it in a buffer, raise the limit, or pass fullgraph=False"
+        )
     )
 
 

@@ -139,6 +139,7 @@ class Engine:
         self.registered: dict[str, SlotMemory] = {}  # by ``Settings.registered_memory``
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic)
+        self._integers = not place.dynamic  # else all of them are inputs: numbers of heads, too
         # torch's cache of fake tensors keeps symbols of graphs, and so sizes, guards and sources, for good.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
@@ -186,7 +187,7 @@ class Engine:
             inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
             key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks)
             stack.enter_context(self.storage.placeholders_registered())
-            stack.enter_context(compat.tracing_options(self._fullgraph, hooks=key.hooks))
+            stack.enter_context(compat.tracing_options(self._fullgraph, hooks=key.hooks, integers=self._integers))
             stack.enter_context(compat.traced_as(recurrent.TRACED))
             stack.enter_context(compat.dynamo_ignores_modes())
             if self.repeat_traces:
@@ -211,9 +212,7 @@ class Engine:
                     raise
                 raise graph_break(error, entry, self._call, self.structure) from error
             except compat.FailOnRecompileLimitHit as error:
-                if key.hooks:
-                    raise traced_too_often(self.structure) from error
-                raise
+                raise traced_too_often(self.structure, [g.cause for g in self.graphs if g.cause.key == key]) from error
             finally:
                 self._inputs, self._call = {}, None
 
