@@ -151,6 +151,7 @@ class Engine:
 
     def capture_regions(self, model: nn.Module) -> None:
         """Make compute regions CUDA graphs from now on. Dynamo keeps these, so they keep neither model nor storage."""
+        self.storage.keeps_buffers = True
         model_reference, storage_reference, device = weakref.ref(model), weakref.ref(self.storage), self.storage.device
 
         def state() -> Iterator[Tensor]:

@@ -67,7 +67,10 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # FSDPModule's looks for FSDP2's state.
-        return self._resharded()._apply(*args, **kwargs)
+        found = self._resharded()._apply(*args, **kwargs)
+        if "_graph_fsdp_structure" in vars(self):  # the model, all of which is moved now
+            self._graph_fsdp.storage.after_apply()
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         method = self._after_fsdp_module().zero_grad

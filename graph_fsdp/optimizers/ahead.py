@@ -74,7 +74,8 @@ class Ahead(Slices):
             for is_first in (True, False)
         )
         super().step_runs(groups, first, others_first, own_step)
-        self._started = [(storage, storage.updates.start_ahead(units)) for storage, units in self._units]
+        there = [(storage, units) for storage, units in self._units if not storage.is_away]
+        self._started = [(storage, storage.updates.start_ahead(units)) for storage, units in there]
         super().step_runs(groups, rest, others_rest, own_step)
 
 

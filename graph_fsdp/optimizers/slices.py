@@ -150,13 +150,18 @@ class Slices:
     ahead = 0  # units that a step gathers for the next forward
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._in_runs = set[int]()  # ids of parameters whose states may share values
+        self.forget_buffers()
+        Storage.holders.add(self)
+        self._find([p for group in optimizer.param_groups for p in group["params"]])
+        if not self._slices:
+            raise ValueError(NOT_COMPILED)
+
+    def forget_buffers(self) -> None:
         self._slices: dict[int, Slice] = {}  # by the id of the parameter, which is in it
         # By a group's ``fused`` and the ids of its parameters.
         self._neighbours: dict[tuple[int, ...], tuple[list[list[Slice]], list[Tensor]]] = {}
         self._runs: dict[int, Run] = {}  # the run that a parameter was last in
-        self._find([p for group in optimizer.param_groups for p in group["params"]])
-        if not self._slices:
-            raise ValueError(NOT_COMPILED)
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         """Call ``own_step`` with runs in the groups of ``optimizer``, and give their parameters their states."""
@@ -166,7 +171,7 @@ class Slices:
         inside = set[int]().union(*(run.ids for in_group in runs for run in in_group))
         others: defaultdict[Any, Any] = defaultdict(dict)
         for p in [p for p in state if id(p) not in inside]:  # what is stepped by itself counts by itself
-            others[p] = state[p] if p.grad is None or id(p) not in self._runs else unshared(state[p])
+            others[p] = state[p] if p.grad is None or id(p) not in self._in_runs else unshared(state[p])
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
         try:
             optimizer.state = others
@@ -231,6 +236,7 @@ class Slices:
         run = self.make_run(members[:count])
         run.take(states[:count])
         self._runs.update((id(m.p), run) for m in run.members)
+        self._in_runs |= run.ids
         return run
 
     def joins(self, before: Slice, m: Slice) -> bool:
@@ -255,7 +261,7 @@ class Slices:
 
     def _find(self, params: Iterable[Tensor]) -> None:
         wanted = {id(p) for p in params} - self._slices.keys()
-        for storage in [held for held in Storage.installed if held.has_memory] if wanted else ():
+        for storage in [held for held in Storage.installed if held.has_memory and held.buffers] if wanted else ():
             buffers = {buffer.untyped_storage().data_ptr(): buffer for buffer in storage.buffers}
             for p in storage.parameters.values():
                 local = compat.local_part(p.shard)

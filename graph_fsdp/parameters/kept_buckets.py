@@ -6,6 +6,7 @@ was saved for begins. All ranks must have called ``reshard()``; as such gathers 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from graph_fsdp.runtime.ranks.lockstep import Runnable
 @dataclass
 class _Kept:
     """Holds a bucket of one forward, as long as its backward may come. ``start``: the node that gathers it, of
-    ``shards``. ``undo``: counts its bytes again, while its memory is freed."""
+    ``shards``, which are held no longer. ``undo``: counts its bytes again, while its memory is freed."""
 
     start: fx.Node
     units: frozenset[str]
@@ -67,7 +68,8 @@ class KeptBuckets:
             for (start, units, output, _), given in zip(found, shards, strict=True):
                 storage = outputs[output].untyped_storage()
                 if storage.resizable():
-                    buckets._kept.append(_Kept(start, units, given, weakref.ref(storage), storage.nbytes()))
+                    kept = weakref.ref(storage, functools.partial(_clear, given))
+                    buckets._kept.append(_Kept(start, units, given, kept, storage.nbytes()))
             return outputs
 
         def backward(args: list[Any]) -> Any:
@@ -124,6 +126,10 @@ class KeptBuckets:
         whole = torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
         group = compat.resolve_group(dialect.group_of(kept.start))
         return start_all_gather(kept.shards, layout_of(kept.start), dtype, group, take=lambda *_: whole)
+
+
+def _clear(shards: list[Tensor], _: Any) -> None:
+    shards.clear()
 
 
 def _gathers(graph: Graph, spec: ModelSpec) -> list[tuple[fx.Node, frozenset[str], int, list[int]]]:

@@ -69,6 +69,7 @@ class Shards(ABC):
         self.device = device  # of gathered parameters
         self.has_memory = True
         self.buffers: list[Tensor] = []  # in which shards lie
+        self.keeps_buffers = False  # also while the model is on another device: CUDA graphs have their addresses
         self.parameters: dict[str, ShardedParameter] = {}
         self.by_placeholder: dict[int, ShardedParameter] = {}
         self.active = False
@@ -90,6 +91,10 @@ class Shards(ABC):
     def install(self, model: nn.Module, fullgraph: bool) -> None:
         """Fill the shards that are not filled yet with the originals' values, register them, and free the originals'
         memory, parameter by parameter. With ``fullgraph``, placeholders need no guard while the forward runs."""
+
+    @abstractmethod
+    def after_apply(self) -> None:
+        """Give the memory of shards back if the model was moved to another device (``model.to("cpu")``)."""
 
     @abstractmethod
     def inputs_after_refresh(self) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ placeholders for tracing.
 [Note: storages over storages]
 The input is a view of the buffer, so that a bucket of consecutive parameters is a slice. The shard's local tensor
 (and a gradient's) has a torch storage of its own over the same bytes, which keeps the buffer alive. Where torch moves
-it to shared memory, the buffer takes its values before each forward (``refresh``). See docs/decisions/parameters.md.
+it to shared memory, the buffer takes its values before each forward (``refresh``). When the whole model is moved to
+another device the buffers are given back, and the next forward takes new ones. See docs/decisions/parameters.md.
 
 [Note: data of a DTensor]
 ``parameter.data = …`` exchanges what the DTensor itself has, and its local tensor stays: no shard changes, in FSDP2
@@ -50,6 +51,7 @@ class Storage(Shards):
 
     reads_in_place = True
     installed: ClassVar[weakref.WeakSet[Storage]] = weakref.WeakSet()  # of all models that live
+    holders: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # of buffers: optimizers, which have ``forget_buffers``
 
     @collector_paused()
     def __init__(
@@ -64,15 +66,10 @@ class Storage(Shards):
         self.ranks = {name: mesh.of_parameter(name).shard_rank if mesh is not None else 0 for name in spec.parameters}
         # A model that is planned and not run has no memory, and its shards get none.
         self.has_memory = all(p.is_meta or compat.has_memory(compat.local_part(p)) for p in originals.values())
-        memory = self._allocate()
+        memory = self._allocate_shards()
         for name, p in spec.parameters.items():
-            original = originals[name]
-            padded = memory[name][: p.shard_numel].view(p.used_shard_shape)
-            rows = padded if p.replicated else padded.narrow(p.shard_dim, 0, p.local_rows(self.ranks[name]))
-            local = compat.with_storage_of_its_own(rows) if self.has_memory else rows
-            if self.has_memory:
-                memory[name][local.numel() :].zero_()
-            shard, stored = self._make_shard(p, original, local), p.as_stored(padded)
+            original, (local, stored) = originals[name], memory[name]
+            shard = self._make_shard(p, original, local)
             self.parameters[name] = ShardedParameter(
                 p, owners[name], original, shard, stored, local, seen=_parts(shard)
             )
@@ -81,6 +78,21 @@ class Storage(Shards):
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._look: _Look | None = None  # at what ``refresh`` has left
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
+        self.is_away = False
+
+    def _allocate_shards(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return each parameter's part of new buffers, without padding in a storage of its own, and as it is
+        gathered."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, flat in self._allocate().items():
+            p = self.spec.parameters[name]
+            padded = flat[: p.shard_numel].view(p.used_shard_shape)
+            rows = padded if p.replicated else padded.narrow(p.shard_dim, 0, p.local_rows(self.ranks[name]))
+            local = compat.with_storage_of_its_own(rows) if self.has_memory else rows
+            if self.has_memory:
+                flat[local.numel() :].zero_()
+            found[name] = local, p.as_stored(padded)
+        return found
 
     def _allocate(self) -> dict[str, Tensor]:
         """Allocate the buffers; return each parameter's part of them, flat and with what follows it up to the next."""
@@ -155,7 +167,37 @@ class Storage(Shards):
                 _set_memory(tensor, value)
         self._whole.clear()
 
+    def after_apply(self) -> None:
+        memories = [compat.local_part(p.shard) for p in self.parameters.values()]
+        is_there = [m.device == p.local.device for m, p in zip(memories, self.parameters.values(), strict=True)]
+        if any(is_there) or not memories or not self.has_memory or self.keeps_buffers:
+            return
+        for p, memory in zip(self.parameters.values(), memories, strict=True):
+            p.local, p.input, p.seen = memory, memory, _parts(p.shard)
+        self._forget_buffers(True)
+
+    def _forget_buffers(self, is_away: bool) -> None:
+        self.buffers, self._look, self.is_away = [], None, is_away
+        for holder in self.holders:
+            holder.forget_buffers()
+
+    def _come_back(self) -> None:
+        """Take new buffers for shards whose memory was given back. Raises ParameterChangedError where they still are on
+        another device."""
+        home = self.device if self.spec.offload is None else HOST
+        there = {m.device for m in map(compat.local_part, (p.shard for p in self.parameters.values()))}
+        if {device.type for device in there} != {home.type}:
+            raise ParameterChangedError(
+                f"the model was moved to {', '.join(sorted(map(str, there)))} and runs on {home}: move it back before "
+                f"it is called, with model.to({str(home)!r})"
+            )
+        self._forget_buffers(False)
+        for name, (local, stored) in self._allocate_shards().items():
+            self.parameters[name].local, self.parameters[name].input = local, stored
+
     def refresh(self) -> None:
+        if self.is_away:
+            self._come_back()
         for p in self._tied:
             check_tied(p)
         with compat.without_torch_function():

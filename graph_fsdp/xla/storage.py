@@ -80,6 +80,9 @@ class XlaStorage(Shards):
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         compat_xla.sync()
 
+    def after_apply(self) -> None:
+        return  # a shard is the parameter itself, which has been moved
+
     def refresh(self) -> None:
         """Take over ``requires_grad`` and replaced objects (``load_state_dict(assign=True)``); shard what was
         loaded."""

@@ -1,0 +1,120 @@
+"""A model that is moved to the CPU, as where an accelerator is lent to a model that generates, and back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from both_devices import Training, mlp, on_virtual, ours
+from models import WIDTH
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from virtual.machine import Machine
+
+import graph_fsdp
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def batch(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def memory() -> int:
+    gc.collect()
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated()
+
+
+def move(training: Training, device: str) -> None:
+    """As trainers of reinforcement learning do."""
+    training.model.to(device)
+    for state in training.optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[name] = value.to(device)
+
+
+def train(
+    options: dict[str, Any], away: Callable[[Training], Any], distribute: dict[str, Any] | None = None
+) -> list[Tensor]:
+    def run(device: str) -> list[Tensor]:
+        training = Training(lambda model: ours(model, **options), mlp, batch, device)
+        if distribute is not None:
+            graph_fsdp.distribute_optimizer(training.optimizer, **distribute)
+        losses = training.values(2)
+        away(training)
+        return losses + training.values(3)
+
+    return on_virtual(Machine(), run)
+
+
+def there_and_back(training: Training) -> None:
+    move(training, "cpu")
+    assert memory() < 1024, "what is left on the device: the generator of random numbers and the like"
+    with pytest.raises(graph_fsdp.ParameterChangedError, match=r"moved to cpu and runs on virtual.*model.to\('virtual"):
+        training.model(torch.zeros(4, WIDTH, device="virtual"))
+    assert all(p.device.type == "cpu" for p in training.model.state_dict().values())
+    move(training, "virtual")
+
+
+def step_there(training: Training) -> None:
+    training.loss().backward()
+    move(training, "cpu")
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    move(training, "virtual")
+
+
+OPTIMIZERS: list[dict[str, Any] | None] = [None, {}, {"gather_ahead": 1}]
+
+
+@pytest.mark.parametrize("distribute", OPTIMIZERS)
+@pytest.mark.parametrize("options", ["default", pytest.param("kept", marks=pytest.mark.long)])
+def test_a_model_that_is_moved_away_takes_no_memory_and_trains_on_when_it_is_back(
+    options: str, distribute: dict[str, Any] | None
+) -> None:
+    expected = train(OPTIONS[options], lambda _: None, distribute)
+    found = train(OPTIONS[options], there_and_back, distribute)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("distribute", OPTIMIZERS)
+def test_an_optimizer_steps_where_the_model_is(distribute: dict[str, Any] | None) -> None:
+    expected = train({}, lambda training: training.step(), distribute)
+    found = train({}, step_there, distribute)
+    torch.testing.assert_close(found, expected)
+
+
+class Stepped(TorchDispatchMode):
+    """Counts the tensors that a step of AdamW updates."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_foreach_addcdiv_" in str(func):
+            self.count += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_optimizer_steps_slices_again_when_its_model_is_back() -> None:
+    def stepped(training: Training) -> None:
+        step_there(training)
+        training.loss().backward()
+        with Stepped() as seen:
+            training.optimizer.step()
+        assert 0 < seen.count < len(list(training.model.parameters()))
+
+    train({}, stepped, {})
+
+
+def test_shards_that_live_on_the_host_stay_there() -> None:
+    expected = train(OPTIONS["offloaded"], lambda _: None)
+    assert all(map(torch.equal, expected, train(OPTIONS["offloaded"], lambda training: training.model.to("cpu"))))
