@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import FAKE_WORLD_SIZE
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -49,6 +50,7 @@ REFUSED: dict[str, tuple[Action, type[Exception], str]] = {
     "pickle": (lambda m, _: pickle.dumps(m), TypeError, "graph_fsdp.checkpoint.save"),
     "copy": (lambda m, _: copy.copy(m), TypeError, "cannot be pickled"),
     "DDP": (lambda m, _: DistributedDataParallel(m), AlreadyShardedError, "DistributedDataParallel"),
+    "FSDP1": (lambda m, _: fsdp.FullyShardedDataParallel(m, device_id="cpu"), AlreadyShardedError, "Parallel, and"),
     "fully_shard": (lambda m, mesh: fully_shard(m, mesh=mesh), AlreadyShardedError, "use it as it is"),
     "fully_shard of a part": (lambda m, mesh: fully_shard(m.body, mesh=mesh), AlreadyShardedError, "fully_shard"),
     "replicate": (lambda m, _: replicate(m), AlreadyShardedError, "replicate"),
@@ -80,6 +82,8 @@ def test_it_is_refused_and_nothing_has_changed(mesh: DeviceMesh, name: str) -> N
 def test_what_is_not_refused(mesh: DeviceMesh) -> None:
     model = graph_fsdp.compile(Saving(), mesh, backend="eager")
     assert model.to("cpu") is model and model.to(torch.float32) is model
+    if hasattr(fsdp, "share_comm_ctx"):  # not in torch 2.9
+        fsdp.share_comm_ctx([model, graph_fsdp.compile(Saving(), mesh, backend="eager")])
     given = {"body.0.weight": torch.ones(4, 4)}
     model.save_pretrained("folder", state_dict=given)
     assert model.saved is given

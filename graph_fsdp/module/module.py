@@ -19,7 +19,15 @@ from graph_fsdp.engine.dynamo import Entered, Entry
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.communication import CommunicationMethods
-from graph_fsdp.module.refusals import Refusals, Registry, refuse_transforms, saving_whole, watch_steps
+from graph_fsdp.module.refusals import (
+    NoState,
+    Refusals,
+    Registry,
+    already_sharded,
+    refuse_transforms,
+    saving_whole,
+    watch_steps,
+)
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
 from graph_fsdp.parameters.mixed_precision import ModulePolicies, cast_floats
@@ -59,11 +67,18 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
             value = _compiled_method(cast(nn.Module, self), name, method)
         super().__setattr__(name, value)
 
-    @_NotStatically
-    def _is_fsdp_managed_module(self) -> bool:
+    def _is_managed(self) -> bool:
         """Tell transformers, before it generates, whether ranks have to stop together, because each forward gathers.
         False while Dynamo traces, which would leave out guards for FSDP2's sake."""
         return not compat.is_tracing() and bool(self._graph_fsdp.unsharded.sharded)
+
+    def _manage(self, _: bool) -> NoReturn:
+        raise already_sharded("FullyShardedDataParallel")  # which sets it before all else
+
+    _is_fsdp_managed_module = _NotStatically(_is_managed, _manage)
+
+    def _get_fsdp_state(self) -> Any:
+        return NoState()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # FSDPModule's looks for FSDP2's state.

@@ -53,9 +53,10 @@ class Refusals:
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Refuse DistributedDataParallel, which asks for it before it communicates, and torch.jit, which asks for all
         that a module has."""
-        raise AlreadyShardedError(
-            f"{_already('DistributedDataParallel')}. If it was given to torch.jit: that cannot see the gathers of its "
-            "shards; give it the model as it was before graph_fsdp.compile"
+        raise already_sharded(
+            "DistributedDataParallel",
+            ". If it was given to torch.jit: that cannot see the gathers of its shards; give it the model as it was "
+            "before graph_fsdp.compile",
         )
 
     def share_memory(self) -> Any:
@@ -72,12 +73,20 @@ class Refusals:
         return super(FSDPModule, self)
 
 
+class NoState:
+    """Stands for FSDP2's state of a module. ``share_comm_ctx`` asks it for streams, of which there are none to share:
+    collectives run on those of their process groups, whichever model starts them."""
+
+    _comm_ctx = None
+    _fsdp_param_groups = ()
+
+
 class Registry(dict[str, Any]):
     """Lists torch's composable functions applied to a module, each of which asks here before it is applied."""
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
-            raise AlreadyShardedError(_already("fully_shard or replicate"))
+            raise already_sharded("fully_shard or replicate")
         if name == "checkpoint":
             raise UnsupportedError(
                 "composable checkpoint() was called on a module of a model that graph_fsdp has compiled, which would "
@@ -100,10 +109,10 @@ def refuse_transforms() -> None:
         )
 
 
-def _already(by: str) -> str:
-    return (
+def already_sharded(by: str, more: str = "") -> AlreadyShardedError:
+    return AlreadyShardedError(
         f"the model was given to {by}, and graph_fsdp.compile has sharded it already and reduces its gradients; use it "
-        "as it is"
+        f"as it is{more}"
     )
 
 
