@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from both_devices import Training, mlp, on_virtual, ours
+from marks import mostly_long
 from models import WIDTH
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +39,7 @@ def move(training: Training, device: str) -> None:
     training.model.to(device)
     for state in training.optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
+            if isinstance(value, Tensor):
                 state[name] = value.to(device)
 
 
@@ -73,11 +74,11 @@ def step_there(training: Training) -> None:
     move(training, "virtual")
 
 
-OPTIMIZERS: list[dict[str, Any] | None] = [None, {}, {"gather_ahead": 1}]
+OPTIMIZERS = mostly_long([None, {}, {"gather_ahead": 1}], [{}])  # what ``distribute_optimizer`` is given
 
 
 @pytest.mark.parametrize("distribute", OPTIMIZERS)
-@pytest.mark.parametrize("options", ["default", pytest.param("kept", marks=pytest.mark.long)])
+@pytest.mark.parametrize("options", mostly_long(["default", "kept"], ["default"]))
 def test_a_model_that_is_moved_away_takes_no_memory_and_trains_on_when_it_is_back(
     options: str, distribute: dict[str, Any] | None
 ) -> None:
