@@ -265,6 +265,20 @@ backward: xblocks.0 -blocks.0""",
     )
 
 
+def test_a_forward_that_was_exchanged_runs_as_it_is_or_compiled_where_it_is_registered() -> None:
+    model: Any = graph_fsdp.compile(Encoder(), backend="eager")
+    x = torch.randn(4, 16)
+    expected, own = model(x), model.forward
+    model.forward = lambda x: own(x) * 2
+    torch.testing.assert_close(model(x), expected * 2)
+    model.forward = lambda x: model.head(x)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        model(x)
+    register_fsdp_forward_method(model, "forward")
+    model(x).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.weight", "head.bias"]
+
+
 def test_a_registered_method_that_cannot_be_traced_says_what_to_do() -> None:
     model: Any = graph_fsdp.compile(Encoder(), backend="eager")
     register_fsdp_forward_method(model, "loop")
