@@ -272,7 +272,7 @@ def test_a_forward_that_was_exchanged_runs_as_it_is_or_compiled_where_it_is_regi
     model.forward = lambda x: own(x) * 2
     torch.testing.assert_close(model(x), expected * 2)
     model.forward = lambda x: model.head(x)
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         model(x)
     register_fsdp_forward_method(model, "forward")
     model(x).sum().backward()
