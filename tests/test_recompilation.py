@@ -107,6 +107,26 @@ def test_a_counter_in_a_module_has_two_graphs(fake_group: None, backend: str) ->
     assert "add = primals_1 + 1" in body and "div.Tensor(addmm, add)" in body
 
 
+class EveryOther(nn.Module):
+    """The size of its weight is an expression of the input's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2] @ self.weight
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_gradients_of_symbolic_sizes_have_those_of_their_parameters(fake_group: None, backend: str) -> None:
+    model: Any = graph_fsdp.compile(EveryOther(), backend=backend, dynamic=True)
+    for rows in (2, 3):
+        model(torch.ones(rows, 16)).sum().backward()
+    assert model.weight.grad.shape == (8, 4) and len(causes(model)) == 1
+    assert " reduce " in str(graph_fsdp.inspect(model).backward)
+
+
 def test_a_model_that_is_traced_too_often_says_what_changed(fake_group: None) -> None:
     model = graph_fsdp.compile(Naming(), backend="eager")
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(graph_fsdp.GraphBreakError) as caught:
