@@ -352,8 +352,8 @@ def wait_of(start: fx.Node) -> fx.Node:
 
 
 def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
-    """Return the number of elements of each gradient's (padded) chunk. A size that is traced as an expression of inputs'
-    sizes is that of the parameter."""
+    """Return the number of elements of each gradient's (padded) chunk. A size that is traced as an expression of
+    inputs' sizes is that of the parameter."""
     return [-(-int(g.shape[0]) // world_size) * math.prod(map(int, g.shape[1:])) for g in grads]
 
 
