@@ -9,7 +9,7 @@ import itertools
 import logging
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from conftest import fake_process_group
 from launch import run_ranks
 from models import MLP
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -246,3 +246,24 @@ def readme_loop() -> list[float]:
 def test_without_a_mesh_the_ranks_of_torchrun_are_found_and_joined() -> None:
     first, second = run_ranks(readme_loop, 2, backend=None)
     assert first == second and first[-1] < first[0] / 2
+
+
+class WithoutElements(nn.Module):
+    """A prompt of no tokens, as of an ablation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.head = nn.Parameter(torch.empty(0, 16)), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.prompt, x]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_parameter_without_elements_has_a_gradient_without_elements(backend: Literal["eager", "inductor"]) -> None:
+    with fake_process_group():
+        model = graph_fsdp.compile(WithoutElements(), backend=backend)
+        model(torch.ones(2, 16)).sum().backward()
+        assert model.prompt.grad.shape == (0, 16) and model.head.weight.grad.shape == (4, 16)
+        report = graph_fsdp.inspect(model)
+        assert "aten.new_empty.default" in report.backward.stages["bucket"].body

@@ -229,7 +229,7 @@ def _reduce(graph: Graph, context: PassContext) -> None:
         with graph.fx_graph.inserting_before(node):
             if p.empty and differs:
                 arguments, options = (operand(node), list(p.shard_shape)), {"dtype": p.dtype, **_device(node)}
-                gradients[node] = graph.call(aten.new_zeros.default, arguments, options)
+                gradients[node] = graph.call(aten.new_empty.default, arguments, options)
             else:
                 gradients[node] = _cast(graph, _of_batch(graph, operand(node), p, context), p.dtype, node)
             if differs:
