@@ -111,7 +111,7 @@ def with_times(made: PipelinePlan, hidden: bool) -> PipelinePlan:
             continue
         cost, spec = stage.traced.context.cost, stage.spec
         assert cost is not None
-        sharding = {spec.group, *(mesh.group for mesh in spec.own_meshes)} - {""}
+        sharding = {spec.mesh.group, *(mesh.group for mesh in spec.own_meshes)} - {""}
         quiet = dataclasses.replace(cost, groups={**cost.groups, **dict.fromkeys(sharding, GroupShape(1))})
         times = [simulate(graph, quiet) for graph in stage.traced.graphs.values()]
         gather, held = figures.gather, dict(figures.held)
@@ -131,7 +131,7 @@ def _gather_seconds(cost: CostModel, spec: Any) -> list[float]:
     found = []
     for bucket in spec.buckets:
         nbytes = bucket.shard_numel * bucket.world_size * bucket.parameters[0].param_dtype.itemsize
-        found.append(cost.all_gather_seconds(nbytes, spec.mesh_of(bucket.parameters[0]).group))
+        found.append(cost.all_gather_seconds(nbytes, bucket.mesh.group))
     return found
 
 

@@ -26,7 +26,7 @@ import itertools
 import os
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +69,11 @@ class Mesh(Protocol):
     @property
     def replicate_group(self) -> str:
         """Return the name of the group of replicas, "" if there are none."""
+
+    @property
+    def spec(self) -> MeshSpec:
+        """Return its groups for passes, as those of a model's mesh."""
+        return MeshSpec("", self.group, self.world_size, self.replicate_group, self.replicas)
 
     def group_shapes(self) -> dict[str, GroupShape]:
         """Return group name → where its ranks lie, for the cost model."""
@@ -123,10 +128,9 @@ class DataParallelMesh(Mesh):
         return self.own.get(name, self)
 
     @property
-    def described(self) -> MeshSpec:
-        """Return its groups for passes, under a name that all ranks have: of its dimensions, or of their sizes."""
-        names = self.mesh.mesh_dim_names or tuple(map(str, self.mesh.shape))
-        return MeshSpec(" x ".join(names), self.group, self.world_size, self.replicate_group, self.replicas)
+    def own_spec(self) -> MeshSpec:
+        """Return the same under a name that all ranks have, of its dimensions or of their sizes: some parameters'."""
+        return replace(self.spec, name=" x ".join(self.mesh.mesh_dim_names or map(str, self.mesh.shape)))
 
     @property
     def world_size(self) -> int:

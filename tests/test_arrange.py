@@ -14,17 +14,18 @@ from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_m
 from graph_fsdp.passes.transforms.arrange import arrange_buckets, gathered_nbytes
 
 WORLD = 4
+MESH = MeshSpec("", "0", WORLD)
 KIB = 1024
 
 
 def parameter(name: str, unit: str, kib: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
     """A parameter of ``kib`` gathered kibibytes."""
     rows = kib * KIB // dtype.itemsize // 16
-    return ParameterSpec(name, unit, (rows, 16), dtype, dtype, dtype, True, WORLD)
+    return ParameterSpec(name, unit, (rows, 16), dtype, dtype, dtype, True, MESH)
 
 
 def model(*parameters: ParameterSpec) -> ModelSpec:
-    return make_model_spec(parameters, "0", WORLD)
+    return make_model_spec(parameters, MESH)
 
 
 def layers(count: int, *kib: int) -> Iterator[ParameterSpec]:
@@ -99,8 +100,8 @@ def test_auto_is_no_larger_than_the_largest_unit_and_half_the_budget() -> None:
 
 def test_auto_buckets_of_a_replicated_model_saturate_its_all_reduce() -> None:
     sharded = [parameter("large", "large", 16 * 1024), *layers(40, 64)]
-    whole = [dataclasses.replace(p, world_size=1) for p in sharded]
-    spec = dataclasses.replace(make_model_spec(whole, "", 1), replicate_group="r", replicas=WORLD)
+    mesh = MeshSpec("", "", 1, "r", WORLD)
+    spec = make_model_spec([dataclasses.replace(p, mesh=mesh) for p in sharded], mesh)
     cost = CostModel(find_hardware("cpu"), {"": GroupShape(1), "r": GroupShape(WORLD)})
     automatic = arrange_buckets(spec, "auto", cost)
     assert buckets(automatic) == buckets(arrange_buckets(spec, cost.saturating_bytes("r")))

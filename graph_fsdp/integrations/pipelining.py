@@ -64,7 +64,7 @@ class PipelineStage(TorchStage):
         engine, _ = place(model)
         if torch.is_grad_enabled() and not engine.finalization.manual:
             model.set_manual_backward_finalization(True)
-            if engine.spec.world_size > 1 and not engine.unsharded.unavailable():
+            if engine.spec.mesh.world_size > 1 and not engine.unsharded.unavailable():
                 model.set_reshard_after_backward(False)
         return super().forward_one_chunk(*args, **kwargs)
 
@@ -103,7 +103,7 @@ class PipelineStage(TorchStage):
 
     def _finalize(self) -> None:
         model: Any = self.submod
-        if place(model)[0].spec.world_size > 1:
+        if place(model)[0].spec.mesh.world_size > 1:
             model.set_reshard_after_backward(True)
         model.finalize_backward()
         model.set_manual_backward_finalization(False)

@@ -110,7 +110,7 @@ class StageFigures:
 
 def _gather_seconds(cost: CostModel, bucket: Any, spec: Any) -> float:
     nbytes = bucket.shard_numel * bucket.world_size * bucket.parameters[0].param_dtype.itemsize
-    return cost.all_gather_seconds(nbytes, spec.mesh_of(bucket.parameters[0]).group)
+    return cost.all_gather_seconds(nbytes, bucket.mesh.group)
 
 
 def _most(made: Plan) -> int:

@@ -63,7 +63,7 @@ def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, model: Model
     if first is None or buckets[first].world_size == 1:
         return buckets
     whole = buckets[first]
-    group = model.mesh_of(whole.parameters[0]).group
+    group = whole.mesh.group
     nbytes = sum(map(gathered_nbytes, whole.parameters))
     parts = _fill([[p] for p in whole.parameters], nbytes // _PARTS)
     seconds = cost.all_gather_seconds(sum(map(gathered_nbytes, parts[0])), group)
@@ -77,8 +77,8 @@ def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | Non
     if cost is None:
         raise ValueError("bucket='auto' needs a cost model; give the pipeline a hardware description")
     # Where nothing is sharded, buckets are those of the all-reduce over the replicas.
-    group = model.group if model.world_size > 1 else model.replicate_group
-    size = cost.saturating_bytes(group) if model.ranks > 1 else 0
+    group = model.mesh.group if model.mesh.world_size > 1 else model.mesh.replicate_group
+    size = cost.saturating_bytes(group) if model.mesh.ranks > 1 else 0
     units = [sum(map(gathered_nbytes, run)) for run in spec.unit_runs(model.parameters.values())]
     return max(1, min([size, max(units, default=0), *([budget // 2] if budget is not None else [])]))
 
@@ -117,7 +117,7 @@ def gathered_nbytes(p: ParameterSpec) -> int:
 def _in_messages(bucket: BucketSpec, cost: CostModel, model: ModelSpec) -> BucketSpec:
     """Give a parameter a message of its own where that costs less than unpacking it from a common one. The others come
     last in the bucket and share one, unless unpacking all of them costs more than a message for each."""
-    group = model.mesh_of(bucket.parameters[0]).group
+    group = bucket.mesh.group
     alone: _Members = []
     shared: _Members = []
     for p in bucket.parameters:
