@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, optim
+from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graph_fsdp.optimizers.slices import Run, Slice, Slices
+from graph_fsdp.optimizers.groups import parameters_of
+from graph_fsdp.optimizers.slices import GroupStep, Slice, Slices
 from graph_fsdp.parameters.shards import Storage
 
 
@@ -58,24 +59,14 @@ class Ahead(Slices):
         for storage, units in self._started:
             storage.updates.stepped(units)
 
-    def step_runs(
-        self,
-        groups: Sequence[dict[str, Any]],
-        runs: Sequence[Sequence[Run]],
-        others: Sequence[list[Tensor]],
-        own_step: Callable[[], Any],
-    ) -> None:
-        first, rest = (
-            [[run for run in of_group if bool(run.ids & self._first) is is_first] for of_group in runs]
-            for is_first in (True, False)
-        )
-        others_first, others_rest = (
-            [[p for p in of_group if (id(p) in self._first) is is_first] for of_group in others]
-            for is_first in (True, False)
-        )
-        super().step_runs(groups, first, others_first, own_step)
+    def step_runs(self, steps: Sequence[GroupStep], own_step: Callable[[], Any]) -> None:
+        super().step_runs([self._part(step, True) for step in steps], own_step)
         self._started = [(storage, storage.updates.start_ahead(units)) for storage, units in self._units]
-        super().step_runs(groups, rest, others_rest, own_step)
+        super().step_runs([self._part(step, False) for step in steps], own_step)
+
+    def _part(self, step: GroupStep, is_first: bool) -> GroupStep:
+        runs = [run for run in step.runs if bool(run.ids & self._first) is is_first]
+        return GroupStep(step.group, runs, [p for p in step.others if (id(p) in self._first) is is_first])
 
 
 def drop_ahead(optimizer: optim.Optimizer) -> None:
@@ -85,4 +76,4 @@ def drop_ahead(optimizer: optim.Optimizer) -> None:
 
 
 def _stepped_by(optimizer: optim.Optimizer) -> list[int]:
-    return list(dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"]))
+    return list(dict.fromkeys(map(id, parameters_of(optimizer))))

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.exchange import Exchange, Ranks, Work, is_sharding
+from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.runtime.ranks.agreement import RunnableProgram, is_shared
 from graph_fsdp.runtime.ranks.lockstep import Lockstep, lockstep_of
@@ -41,10 +42,6 @@ MatrixRule: TypeAlias = Callable[
     [nn.Parameter, Tensor, dict[str, Any], dict[str, Any]], Generator[Work, Sequence[Tensor], None]
 ]
 
-NOT_COMPILED = (
-    "optimizer: none of its parameters is a shard of a model that graph_fsdp.compile was called on (with backend='xla' "
-    "it has others); make it of model.parameters() after compile"
-)
 BUCKET_NBYTES = 2**22  # of parameters for each rank; a bucket has at least one matrix for each rank
 _END = object()
 
@@ -128,26 +125,21 @@ class Owners:
     def __init__(self, optimizer: optim.Optimizer, rule: MatrixRule) -> None:
         self._rule = rule
         self._known: dict[int, _Known] = {}  # by the id of the parameter
-        self._find([p for group in optimizer.param_groups for p in group["params"]])
+        self._find(parameters_of(optimizer))
         if not self._known:
             raise ValueError(NOT_COMPILED)
 
     @torch.no_grad()
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         """Step the matrices that are on several ranks by their owners, and call ``own_step`` for all others."""
-        groups = optimizer.param_groups
-        params = [group["params"] for group in groups]
-        self._find([p for members in params for p in members])
+        self._find(parameters_of(optimizer))
         matrices: list[_Matrix] = []
-        try:
-            for group, members in zip(groups, params, strict=True):
+        with restored(optimizer) as params:
+            for group, members in zip(optimizer.param_groups, params, strict=True):
                 found = [self._matrix(p, optimizer.state, group) for p in members]
                 matrices += filter(None, found)
                 group["params"] = [p for p, matrix in zip(members, found, strict=True) if matrix is None]
             own_step()
-        finally:
-            for group, members in zip(groups, params, strict=True):
-                group["params"] = members
         with contextlib.ExitStack() as stack:
             for lockstep in dict.fromkeys(m.lockstep for m in matrices if m.lockstep is not None):
                 stack.enter_context(lockstep.telling())

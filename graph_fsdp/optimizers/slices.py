@@ -28,7 +28,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.optimizers.owners import NOT_COMPILED
+from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes.ir.spec import aligned
 
@@ -143,6 +143,15 @@ def _is_like(value: Any, p: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == p.shape and (value.dim() > 0 or isinstance(value, DTensor))
 
 
+@dataclass(frozen=True)
+class GroupStep:
+    """What is stepped of one of an optimizer's groups: runs, and other parameters by themselves."""
+
+    group: dict[str, Any]
+    runs: Sequence[Run]
+    others: Sequence[Tensor]
+
+
 class Slices:
     """Knows where an optimizer's parameters lie in the shard storage, and which are stepped as one."""
 
@@ -154,14 +163,13 @@ class Slices:
         # By a group's ``fused`` and the ids of its parameters.
         self._neighbours: dict[tuple[int, ...], tuple[list[list[Slice]], list[Tensor]]] = {}
         self._runs: dict[int, Run] = {}  # the run that a parameter was last in
-        self._find([p for group in optimizer.param_groups for p in group["params"]])
+        self._find(parameters_of(optimizer))
         if not self._slices:
             raise ValueError(NOT_COMPILED)
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         """Call ``own_step`` with runs in the groups of ``optimizer``, and give their parameters their states."""
         groups, state = optimizer.param_groups, optimizer.state
-        params = [group["params"] for group in groups]
         runs = [self._runs_of(group, state) for group in groups]
         inside = set[int]().union(*(run.ids for in_group in runs for run in in_group))
         others: defaultdict[Any, Any] = defaultdict(dict)
@@ -169,29 +177,22 @@ class Slices:
             others[p] = state[p] if p.grad is None or id(p) not in self._runs else unshared(state[p])
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
         try:
-            optimizer.state = others
-            self.step_runs(groups, runs, [[p for p in members if id(p) not in inside] for members in params], own_step)
+            with restored(optimizer) as params:
+                optimizer.state = others
+                rest = [[p for p in members if id(p) not in inside] for members in params]
+                self.step_runs(list(map(GroupStep, groups, runs, rest)), own_step)
         finally:
-            optimizer.state = state
-            for group, members, in_group in zip(groups, params, runs, strict=True):
-                group["params"] = members
-                for run in in_group:
-                    run.clear_gradient()
-                    run.state = others.pop(run.param, run.state)
-                    run.give(state)
-                    increment_version(run.parameters)
+            for run in chain.from_iterable(runs):
+                run.clear_gradient()
+                run.state = others.pop(run.param, run.state)
+                run.give(state)
+                increment_version(run.parameters)
             state.update(others)
 
-    def step_runs(
-        self,
-        groups: Sequence[dict[str, Any]],
-        runs: Sequence[Sequence[Run]],
-        others: Sequence[list[Tensor]],
-        own_step: Callable[[], Any],
-    ) -> None:
+    def step_runs(self, steps: Sequence[GroupStep], own_step: Callable[[], Any]) -> None:
         """Step each group's runs and other parameters, all at once."""
-        for group, in_group, members in zip(groups, runs, others, strict=True):
-            group["params"] = [run.param for run in in_group] + members
+        for step in steps:
+            step.group["params"] = [run.param for run in step.runs] + list(step.others)
         own_step()
 
     def _runs_of(self, group: dict[str, Any], state: Any) -> list[Run]:
