@@ -81,8 +81,9 @@ def inductor_compile(
 
     if (directory := inductor_cache_directory()) is not None:
         know_torch(directory)
-    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    outputs: Any = output.args[0]
+    output = module.graph.output_node()
+    outputs: Any
+    (outputs,) = output.args
     output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     is_backward, is_inference = phase == "backward", phase == "inference"

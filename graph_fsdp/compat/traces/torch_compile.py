@@ -313,7 +313,9 @@ def traced_by_aot_autograd(
         raise _Traced(joint, num_fwd_outputs)
 
     def compile_inference(graph: torch.fx.GraphModule, _: Any) -> Any:
-        raise _Traced(graph, len(next(iter(reversed(graph.graph.nodes))).args[0]))
+        outputs: Any
+        (outputs,) = graph.graph.output_node().args
+        raise _Traced(graph, len(outputs))
 
     compiler = aot_autograd(
         fw_compiler=compile_inference,
