@@ -11,7 +11,7 @@ import torch
 
 from graph_fsdp.passes import Bucket, CostModel, GroupShape, PipelineError, default_pipeline, find_hardware
 from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
-from graph_fsdp.passes.transforms.arrange import arrange_buckets, gathered_nbytes
+from graph_fsdp.passes.transforms.arrange import arrange_buckets
 
 WORLD = 4
 MESH = MeshSpec("", "0", WORLD)
@@ -95,7 +95,7 @@ def test_auto_is_no_larger_than_the_largest_unit_and_half_the_budget() -> None:
     assert buckets(arrange_buckets(spec, "auto", CPU)) == buckets(arrange_buckets(spec, "unit"))
     budget = 160 * KIB
     bounded = arrange_buckets(spec, "auto", CPU, budget)
-    assert max(sum(gathered_nbytes(p) for p in bucket.parameters) for bucket in bounded.buckets) == 64 * KIB
+    assert max(sum(p.gathered_nbytes for p in bucket.parameters) for bucket in bounded.buckets) == 64 * KIB
 
 
 def test_auto_buckets_of_a_replicated_model_saturate_its_all_reduce() -> None:

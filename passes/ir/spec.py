@@ -109,6 +109,11 @@ class ParameterSpec:
     def shard_numel(self) -> int:
         return math.prod(self.shard_shape)
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Return the bytes that it takes of its gathered bucket, padding included."""
+        return aligned(self.shard_numel, self.dtype) * self.world_size * self.param_dtype.itemsize
+
     def local_rows(self, rank: int) -> int:
         """Count the rows of the parameter that ``rank`` holds, without padding."""
         return max(0, min(self.chunk_rows, self.rows - rank * self.chunk_rows))
@@ -143,6 +148,10 @@ class BucketSpec:
     @cached_property
     def shard_numel(self) -> int:
         return sum(aligned(p.shard_numel, p.dtype) for p in self.parameters)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        return sum(p.gathered_nbytes for p in self.parameters)
 
     def message_arguments(self, scale: int = 1) -> list[int]:
         """Return ``messages`` of the bucket's ``all_gather_start``, in a shard that is ``scale`` times as large."""
