@@ -18,7 +18,7 @@ from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graph_fsdp.optimizers.groups import parameters_of
-from graph_fsdp.optimizers.slices import GroupStep, Slice, Slices
+from graph_fsdp.optimizers.slices import GroupStep, ShardSlice, Slices
 from graph_fsdp.parameters.shards import Storage
 
 
@@ -50,7 +50,7 @@ class Ahead(Slices):
         for storage, units in self._units:
             storage.updates.gather_ahead(stepped, units)
 
-    def joins(self, before: Slice, m: Slice) -> bool:
+    def joins(self, before: ShardSlice, m: ShardSlice) -> bool:
         return super().joins(before, m) and (id(before.p) in self._first) is (id(m.p) in self._first)
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:

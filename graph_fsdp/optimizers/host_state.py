@@ -20,14 +20,14 @@ from torch import Tensor, nn, optim
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.slices import GroupStep, Run, Slice, Slices
+from graph_fsdp.optimizers.slices import GroupStep, Run, ShardSlice, Slices
 from graph_fsdp.runtime.comm.streams import stream_of
 
 
 class HostRun(Run):
     """Neighbours that are stepped as one parameter of the CPU."""
 
-    def __init__(self, members: Sequence[Slice]) -> None:
+    def __init__(self, members: Sequence[ShardSlice]) -> None:
         super().__init__(members)
         self._shards = self.param.data
         host = torch.empty_like(self._shards, device="cpu", pin_memory=True)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.exchange import Exchange, Ranks, Work, is_sharding
+from graph_fsdp.optimizers.exchange import Exchange, MatrixRanks, Work, is_sharding
 from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.runtime.ranks.agreement import RunnableProgram, is_shared
@@ -72,7 +72,7 @@ def muon(
 MATRIX_WISE: dict[type[optim.Optimizer], MatrixRule] = {optim.Muon: muon}
 
 
-def ranks_of(name: str, p: nn.Parameter) -> Ranks | None:
+def ranks_of(name: str, p: nn.Parameter) -> MatrixRanks | None:
     """Return the ranks that a parameter is on; None where it is one, or the parameter a scalar. Raises UnsupportedError
     where more than two dimensions of a mesh shard it."""
     if not isinstance(p, DTensor) or not p.dim():
@@ -89,16 +89,16 @@ def ranks_of(name: str, p: nn.Parameter) -> Ranks | None:
         )
     replicating = [dim for dim in several if dim not in sharding]
     line, across = [*sharding, None][0], [*sharding[1:], *replicating, None][0]
-    return Ranks(mesh, line, across, divides=len(sharding) > 1) if several else None
+    return MatrixRanks(mesh, line, across, divides=len(sharding) > 1) if several else None
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _KnownParameter:
     """One parameter of a compiled model, the ranks that it is on, and what keeps the model's ranks in step."""
 
     name: str
     p: nn.Parameter
-    ranks: Ranks | None
+    ranks: MatrixRanks | None
     lockstep: Lockstep | None
 
 
@@ -108,7 +108,7 @@ class _Matrix:
 
     name: str
     p: nn.Parameter
-    ranks: Ranks
+    ranks: MatrixRanks
     lockstep: Lockstep | None
     steps: Generator[Work, Sequence[Tensor], None]
     owner: tuple[int, int] = (0, 0)
@@ -124,7 +124,7 @@ class Owners:
 
     def __init__(self, optimizer: optim.Optimizer, rule: MatrixRule) -> None:
         self._rule = rule
-        self._known: dict[int, _Known] = {}  # by the id of the parameter
+        self._known: dict[int, _KnownParameter] = {}  # by the id of the parameter
         self._find(parameters_of(optimizer))
         if not self._known:
             raise ValueError(NOT_COMPILED)
@@ -159,7 +159,7 @@ class Owners:
                     if lockstep is not None and ranks is not None and ranks.divides:
                         names = [ranks.group(dim).group_name for dim in (ranks.sharding, ranks.across)]
                         lockstep.runs_on(names, p.device)
-                    self._known[id(p)] = _Known(name, p, ranks, lockstep)
+                    self._known[id(p)] = _KnownParameter(name, p, ranks, lockstep)
 
     def _matrix(self, p: nn.Parameter, state: Any, group: dict[str, Any]) -> _Matrix | None:
         """Return a parameter that has a gradient and is on several ranks as such; else None."""

@@ -41,7 +41,7 @@ def unshared(state: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Slice:
+class ShardSlice:
     """One parameter, and where its shard lies in a buffer: elements ``begin`` to ``end``, padding included."""
 
     p: nn.Parameter
@@ -50,7 +50,7 @@ class Slice:
     begin: int
     end: int
 
-    def touches(self, other: Slice) -> bool:
+    def touches(self, other: ShardSlice) -> bool:
         """Say whether this small shard comes right behind another small one."""
         small = self.local.nbytes <= SMALL and other.local.nbytes <= SMALL
         return small and self.buffer is other.buffer and self.begin == other.end
@@ -68,7 +68,7 @@ class Slice:
 class Run:
     """Neighbours that are stepped as one parameter, without padding where it is only one."""
 
-    def __init__(self, members: Sequence[Slice]) -> None:
+    def __init__(self, members: Sequence[ShardSlice]) -> None:
         self.members, (first, *others) = list(members), members
         self.parameters = [m.p for m in members]
         self.ids = frozenset(map(id, self.parameters))
@@ -155,13 +155,13 @@ class GroupStep:
 class Slices:
     """Knows where an optimizer's parameters lie in the shard storage, and which are stepped as one."""
 
-    make_run: Callable[[Sequence[Slice]], Run] = Run
+    make_run: Callable[[Sequence[ShardSlice]], Run] = Run
     ahead = 0  # units that a step gathers for the next forward
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
-        self._slices: dict[int, Slice] = {}  # by the id of the parameter, which is in it
+        self._slices: dict[int, ShardSlice] = {}  # by the id of the parameter, which is in it
         # By a group's ``fused`` and the ids of its parameters.
-        self._neighbours: dict[tuple[int, ...], tuple[list[list[Slice]], list[Tensor]]] = {}
+        self._neighbours: dict[tuple[int, ...], tuple[list[list[ShardSlice]], list[Tensor]]] = {}
         self._runs: dict[int, Run] = {}  # the run that a parameter was last in
         self._find(parameters_of(optimizer))
         if not self._slices:
@@ -220,7 +220,7 @@ class Slices:
             return []
         return found
 
-    def _make_run(self, members: Sequence[Slice], state: Any) -> Run:
+    def _make_run(self, members: Sequence[ShardSlice], state: Any) -> Run:
         """Make a run of the first of ``members`` and what follows it without a gap and agrees with it."""
         states = [state.get(m.p, {}) for m in members]
         shared = _shared(states[0], members[0].p)
@@ -234,18 +234,18 @@ class Slices:
         self._runs.update((id(m.p), run) for m in run.members)
         return run
 
-    def joins(self, before: Slice, m: Slice) -> bool:
+    def joins(self, before: ShardSlice, m: ShardSlice) -> bool:
         """Say whether two shards may be stepped as one parameter."""
         return m.touches(before)
 
-    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[Slice]], list[Tensor]]:
+    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[ShardSlice]], list[Tensor]]:
         """Return a group's shards in the order in which they lie, large ones alone and small ones with what they touch,
         and its other parameters."""
         key = (fused, *map(id, params))
         if key not in self._neighbours:
             self._find(params)
             held = [self._slices[id(p)] for p in params if id(p) in self._slices]
-            found: list[list[Slice]] = []
+            found: list[list[ShardSlice]] = []
             for m in sorted(held, key=lambda m: (m.buffer.data_ptr(), m.begin)):
                 if found and self.joins(found[-1][-1], m) and not (fused and m.buffer.is_cpu):
                     found[-1].append(m)
@@ -265,7 +265,7 @@ class Slices:
                     begin = int(p.input.storage_offset())
                     end = begin + aligned(p.spec.shard_numel, p.spec.dtype)
                     buffer = buffers[p.input.untyped_storage().data_ptr()]
-                    self._slices[id(p.shard)] = Slice(p.shard, local, buffer, begin, end)
+                    self._slices[id(p.shard)] = ShardSlice(p.shard, local, buffer, begin, end)
 
 
 def _shared(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
