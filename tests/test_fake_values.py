@@ -198,9 +198,10 @@ def test_operators_of_others_and_those_under_autocast_are_told_apart(calls: Call
             calls.computed(torch.ops.of_a_user.twice.default, calls.input(FLOATS))
     x = calls.input(lambda: torch.empty(4, 4))
     calls.computed(aten.mm.default, x, x)
-    with torch.autocast("cpu"):
-        calls.computed(aten.mm.default, x, x)
-    assert calls.run == 4
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert calls.computed(aten.mm.default, x, x)[1] is dtype
+    assert calls.run == 5
 
 
 def test_names_of_parameters_are_no_part_of_a_call(calls: Calls) -> None:
