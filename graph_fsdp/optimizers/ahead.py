@@ -17,7 +17,7 @@ from typing import Any
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graph_fsdp.optimizers.groups import parameters_of
+from graph_fsdp.optimizers.groups import parameters_of, shards_of
 from graph_fsdp.optimizers.slices import GroupStep, ShardSlice, Slices
 from graph_fsdp.parameters.shards import Storage
 
@@ -29,12 +29,11 @@ class Ahead(Slices):
 
     def __init__(self, optimizer: optim.Optimizer, count: int) -> None:
         super().__init__(optimizer)
-        self.ahead, stepped = count, _stepped_by(optimizer)
-        places = {shard: place for place, shard in enumerate(stepped)}
-        models = {
-            min(found): storage  # a set's order is not that of other ranks
-            for storage in Storage.installed
-            if (found := [places[id(p.shard)] for p in storage.parameters.values() if id(p.shard) in places])
+        self.ahead = count
+        places = {shard: place for place, shard in enumerate(_stepped_by(optimizer))}
+        models = {  # a set's order is not that of other ranks
+            min(places[id(p.shard)] for p in held.values()): storage
+            for storage, held in shards_of(parameters_of(optimizer))
         }
         self._units = [(models[place], models[place].updates.units_ahead(count)) for place in sorted(models)]
         members = [(p, units) for storage, units in self._units for p in storage.parameters.values()]

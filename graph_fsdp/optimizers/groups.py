@@ -1,12 +1,15 @@
-"""An optimizer has other parameters in its groups, and another state, while it steps."""
+"""An optimizer's parameters are shards of compiled models, and are others while it steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import optim
+
+from graph_fsdp.parameters.sharded import ShardedParameter
+from graph_fsdp.parameters.shards import Storage
 
 NOT_COMPILED = (
     "optimizer: none of its parameters is a shard of a model that graph_fsdp.compile was called on (with backend='xla' "
@@ -17,6 +20,16 @@ NOT_COMPILED = (
 def parameters_of(optimizer: optim.Optimizer) -> list[Any]:
     """Return the parameters of all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def shards_of(parameters: Iterable[Any]) -> list[tuple[Storage, dict[str, ShardedParameter]]]:
+    """Return the compiled models that have shards among these parameters, in no order, with those that each has."""
+    wanted = set(map(id, parameters))
+    found = (
+        (storage, {name: p for name, p in storage.parameters.items() if id(p.shard) in wanted})
+        for storage in (Storage.installed if wanted else ())
+    )
+    return [(storage, held) for storage, held in found if held]
 
 
 @contextmanager

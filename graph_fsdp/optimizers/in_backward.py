@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, optim
 
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.groups import parameters_of, restored
+from graph_fsdp.optimizers.groups import parameters_of, restored, shards_of
 from graph_fsdp.optimizers.slices import Slices
 from graph_fsdp.parameters.gradients import as_gradient
 from graph_fsdp.parameters.sharded import ShardedParameter
-from graph_fsdp.parameters.shards import Storage
 
 
 class InBackward:
@@ -24,12 +23,11 @@ class InBackward:
 
     def __init__(self, optimizer: optim.Optimizer, own_step: Callable[[optim.Optimizer], Any]) -> None:
         self._slices, self._own_step = Slices(optimizer), own_step
-        wanted = set(map(id, parameters_of(optimizer)))
-        self._found: list[tuple[Storage, dict[str, ShardedParameter]]] = []
-        for storage in Storage.installed:
-            members = {n: p for n, p in storage.parameters.items() if id(p.shard) in wanted and is_stepped(p)}
-            if members:
-                self._found.append((storage, members))
+        self._found = [
+            (storage, members)
+            for storage, held in shards_of(parameters_of(optimizer))
+            if (members := {name: p for name, p in held.items() if is_stepped(p)})
+        ]
         if not self._found:
             raise UnsupportedError(
                 "in_backward=True: no parameter of optimizer is sharded over several ranks, so that no reduction is to "

@@ -32,8 +32,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.exchange import Exchange, MatrixRanks, Work, is_sharding
-from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored
-from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored, shards_of
 from graph_fsdp.runtime.ranks.agreement import RunnableProgram, is_shared
 from graph_fsdp.runtime.ranks.lockstep import Lockstep, lockstep_of
 
@@ -147,19 +146,18 @@ class Owners:
         increment_version([m.p for m in matrices])
 
     def _find(self, params: Sequence[nn.Parameter]) -> None:
-        wanted = {id(p): p for p in params if id(p) not in self._known}
-        for storage in Storage.installed if wanted else ():
-            for name, held in storage.parameters.items():
-                if (p := wanted.get(id(held.shard))) is not None:
-                    ranks = ranks_of(name, p)
-                    in_step = () if storage.mesh is None else storage.mesh.ranks
-                    if ranks is not None and ranks.divides:
-                        in_step = ranks.everyone
-                    lockstep = lockstep_of(in_step) if is_shared(in_step) else None
-                    if lockstep is not None and ranks is not None and ranks.divides:
-                        names = [ranks.group(dim).group_name for dim in (ranks.sharding, ranks.across)]
-                        lockstep.runs_on(names, p.device)
-                    self._known[id(p)] = _KnownParameter(name, p, ranks, lockstep)
+        for storage, found in shards_of(p for p in params if id(p) not in self._known):
+            for name, held in found.items():
+                p = held.shard
+                ranks = ranks_of(name, p)
+                in_step = () if storage.mesh is None else storage.mesh.ranks
+                if ranks is not None and ranks.divides:
+                    in_step = ranks.everyone
+                lockstep = lockstep_of(in_step) if is_shared(in_step) else None
+                if lockstep is not None and ranks is not None and ranks.divides:
+                    names = [ranks.group(dim).group_name for dim in (ranks.sharding, ranks.across)]
+                    lockstep.runs_on(names, p.device)
+                self._known[id(p)] = _KnownParameter(name, p, ranks, lockstep)
 
     def _matrix(self, p: nn.Parameter, state: Any, group: dict[str, Any]) -> _Matrix | None:
         """Return a parameter that has a gradient and is on several ranks as such; else None."""

@@ -28,8 +28,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored
-from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored, shards_of
 from graph_fsdp.passes.ir.spec import aligned
 
 SMALL = 2**16  # bytes of a shard up to which its gradient is packed with those of its neighbours
@@ -255,13 +254,12 @@ class Slices:
         return self._neighbours[key]
 
     def _find(self, params: Iterable[Tensor]) -> None:
-        wanted = {id(p) for p in params} - self._slices.keys()
-        for storage in [held for held in Storage.installed if held.has_memory] if wanted else ():
+        for storage, held in shards_of(p for p in params if id(p) not in self._slices):
             buffers = {buffer.untyped_storage().data_ptr(): buffer for buffer in storage.buffers}
-            for p in storage.parameters.values():
+            for p in held.values() if storage.has_memory else ():
                 local = compat.local_part(p.shard)
                 as_expected = local.dim() > 0 or isinstance(p.shard, DTensor)
-                if id(p.shard) in wanted and as_expected and type(local.data) is Tensor:
+                if as_expected and type(local.data) is Tensor:
                     begin = int(p.input.storage_offset())
                     end = begin + aligned(p.spec.shard_numel, p.spec.dtype)
                     buffer = buffers[p.input.untyped_storage().data_ptr()]
