@@ -204,9 +204,9 @@ class CommunicationMethods:
         assert mesh is not None, "gradients are reduced"
         if enable and not engine.own_reduce_group:
             engine.schedules.begin("set_separate_reduce_scatter_group()", "call")
-            engine.own_reduce_group = mesh.subgroup(mesh.world_size, "reductions").group_name
+            engine.own_reduce_group = mesh.subgroup(mesh.spec.world_size, "reductions").group_name
             if engine.cost is not None:
-                engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.group]
+                engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.spec.group]
         change(engine, own_reduce_group=enable)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
