@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graph_fsdp.passes import Bucket, CostModel, GroupShape, PipelineError, default_pipeline, find_hardware
-from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes.ir.spec import BucketSpec, MeshSpec, ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.arrange import arrange_buckets
 
 WORLD = 4
@@ -201,3 +201,19 @@ def test_buckets_of_a_users_pass_are_checked(change: Callable[[ModelSpec], Any],
     with pytest.raises(PipelineError, match=message) as raised:
         default_pipeline().replace("bucket", Mine()).arrange(spec, CPU)
     assert "Mine('bucket')" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mesh": MeshSpec("efsdp", "1", WORLD)}, {"reduce_dtype": torch.bfloat16}, {"sent_as": torch.int8}],
+    ids=["mesh", "reduce_dtype", "quantized"],
+)
+def test_a_users_bucket_has_one_mesh_and_one_type_of_reductions(changes: dict[str, Any]) -> None:
+    class All(Bucket):
+        def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
+            return dataclasses.replace(model, buckets=(BucketSpec("all", "u", tuple(model.parameters.values())),))
+
+    pipeline, one, other = default_pipeline().replace("bucket", All()), parameter("a", "u", 4), parameter("b", "u", 4)
+    assert list(buckets(pipeline.arrange(model(one, other), CPU))) == ["all"]
+    with pytest.raises(PipelineError, match="bucket 'all' of parameters of several dtypes or meshes"):
+        pipeline.arrange(model(one, dataclasses.replace(other, **changes)), CPU)
