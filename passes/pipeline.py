@@ -37,6 +37,10 @@ def _check_buckets(p: GraphPass, model: object) -> None:
         if count > 1:
             raise PipelineError(f"{p}: arrange put {name} into bucket {model.bucket_of[name].name!r} and another")
     for bucket in model.buckets:
+        for q in bucket.parameters:
+            if model.parameters.get(q.name) != q or q.replicated or q.empty:
+                found = f"{q.name} in bucket {bucket.name!r}"
+                raise PipelineError(f"{p}: arrange put {found}, and that is no sharded parameter of the model")
         if len({parameter.kind for parameter in bucket.parameters}) != 1:
             of = "of parameters of several dtypes or meshes, or of none"
             raise PipelineError(f"{p}: arrange made bucket {bucket.name!r} {of}")

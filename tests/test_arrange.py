@@ -24,6 +24,9 @@ def parameter(name: str, unit: str, kib: int, dtype: torch.dtype = torch.float32
     return ParameterSpec(name, unit, (rows, 16), dtype, dtype, dtype, True, MESH)
 
 
+SCALAR = ParameterSpec("s", "u", (), torch.float32, torch.float32, torch.float32, True, MESH)
+
+
 def model(*parameters: ParameterSpec) -> ModelSpec:
     return make_model_spec(parameters, MESH)
 
@@ -185,19 +188,23 @@ def test_messages_that_are_none_are_refused() -> None:
         (lambda spec: dataclasses.replace(spec, buckets=spec.buckets * 2), "arrange put a into bucket 'u' and another"),
         (
             lambda spec: dataclasses.replace(
-                spec, buckets=(dataclasses.replace(spec.buckets[0], parameters=tuple(spec.parameters.values())),)
+                spec, buckets=(BucketSpec("u", "u", tuple(p for b in spec.buckets for p in b.parameters)),)
             ),
             "arrange made bucket 'u' of parameters of several dtypes",
         ),
+        (
+            lambda spec: dataclasses.replace(spec, buckets=(*spec.buckets, BucketSpec("s", "u", (SCALAR,)))),
+            "arrange put s in bucket 's', and that is no sharded parameter",
+        ),
     ],
-    ids=["no model", "one left out", "one twice", "two dtypes"],
+    ids=["no model", "one left out", "one twice", "two dtypes", "a scalar"],
 )
 def test_buckets_of_a_users_pass_are_checked(change: Callable[[ModelSpec], Any], message: str) -> None:
     class Mine(Bucket):
         def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
             return change(super().arrange(model, cost))
 
-    spec = model(parameter("a", "u", 4), parameter("b", "u", 4, torch.bfloat16))
+    spec = model(parameter("a", "u", 4), parameter("b", "u", 4, torch.bfloat16), SCALAR)
     with pytest.raises(PipelineError, match=message) as raised:
         default_pipeline().replace("bucket", Mine()).arrange(spec, CPU)
     assert "Mine('bucket')" in str(raised.value)
