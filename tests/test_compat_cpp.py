@@ -181,6 +181,14 @@ def test_nothing_is_remembered_of_a_processor_that_nobody_describes(
     assert can_be_loaded(library) and can_be_loaded(library) and len(tried) == 2
 
 
+def test_a_note_that_cannot_be_written_leaves_nothing(tmp_path: Path, tried: list[str]) -> None:
+    library = tmp_path / "vectors.so"
+    library.write_text("loads")
+    Path(f"{library}.loads").mkdir()  # no file can take its place
+    assert can_be_loaded(library) and can_be_loaded(library) and len(tried) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["vectors.so", "vectors.so.loads"]
+
+
 def test_no_header_is_precompiled_for_kernels_that_are_built(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headers: list[str] = []
     version = torch._inductor.codecache.get_compiler_version_info  # is asked for each header
