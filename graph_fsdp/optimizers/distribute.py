@@ -82,7 +82,9 @@ def distribute_optimizer(
             ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
-    for flag, value in (("in_backward", in_backward), ("offload_state", offload_state)):
+    flags = {"in_backward": in_backward, "offload_state": offload_state}
+    flags |= {} if element_wise is None else {"element_wise": element_wise}
+    for flag, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{flag} must be True or False, got {value!r}")
     if not is_count(gather_ahead, least=0):
