@@ -33,7 +33,7 @@ from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.planning import Dimensions, PipelinePlan, plan_pipeline
 from graph_fsdp.planning.causal_lm import CausalLM
 from graph_fsdp.planning.model_config import read_config
-from graph_fsdp.planning.pipeline import StageFigures, gather_seconds
+from graph_fsdp.planning.stages import StageFigures, gather_seconds
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan_published_pipelines.json"

@@ -32,9 +32,9 @@ from torch.optim.optimizer import (
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.monitoring.comparison import Comparison, Measured, norm, straggler
+from graph_fsdp.monitoring.monitored_step import MonitoredStep, on_host, peak_bytes, tokens_of
 from graph_fsdp.monitoring.outputs import Output, OutputList, Server, checked, terminal, text_file
 from graph_fsdp.monitoring.record import MonitorRecord
-from graph_fsdp.monitoring.step import MonitoredStep, on_host, peak_bytes, tokens_of
 from graph_fsdp.parameters.gradient_norm import own_square
 from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.passes.ir.settings import is_count

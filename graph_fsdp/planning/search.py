@@ -13,8 +13,8 @@ from graph_fsdp.errors import BudgetError, MeshError, UnsupportedError
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
 from graph_fsdp.passes.transforms.arrange import BucketSize
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
-from graph_fsdp.planning.pipeline import PipelinePlan, Stage, plan_pipeline
 from graph_fsdp.planning.prediction import Plan, plan
+from graph_fsdp.planning.stages import PipelinePlan, Stage, plan_pipeline
 
 
 @dataclass(frozen=True)
