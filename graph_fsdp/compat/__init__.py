@@ -1,7 +1,7 @@
 """``compat`` has every private name of PyTorch that graph_fsdp uses: a new torch release changes nothing else.
 
 Most names are handed on here. What few need, or takes long to import, is imported by itself: torch_xla (``xla.py``),
-pipeline stages (``pipelining.py``), and Inductor's scheduler, C++ compiler, caches and lowerings (``inductor/``).
+and Inductor's scheduler, C++ compiler, caches and lowerings (``inductor/``).
 ``docs/private_names.md`` lists the names, what each is for, and the versions of torch that have it.
 """
 

@@ -290,6 +290,13 @@ def select_by_function(model: nn.Module, policy: Callable[..., bool], ignored: s
     return selected
 
 
+def stage_backward(*args: Any) -> Any:
+    """Run a backward as torch's pipeline stages do. They are imported here: that takes long, and few need them."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward.stage_backward(*args)
+
+
 def classes_in_full_precision(policy: MixedPrecision) -> tuple[type[nn.Module], ...]:
     """Return the classes whose modules FSDP1 leaves out of its mixed precision: those of BatchNorm, unless told."""
     return tuple(policy._module_classes_to_ignore)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
-from graph_fsdp.compat.pipelining import stage_backward
+from graph_fsdp import compat
 from graph_fsdp.module.unit_methods import place
 
 
@@ -82,7 +82,7 @@ class PipelineStage(TorchStage):
             if is_divided and grads_of_outputs is None:  # torch has made a tuple of the loss
                 grads_of_outputs = (None,) * len(outputs)
             with place(self.submod)[0].division.deferring() if is_divided else nullcontext() as of_weights:
-                grads = stage_backward(outputs, grads_of_outputs, bwd_kwargs["input_values"])
+                grads = compat.stage_backward(outputs, grads_of_outputs, bwd_kwargs["input_values"])
         if last_backward and not hasattr(TorchStage, "perform_reduce_grad"):  # torch 2.9's schedules have no such step
             self._finalize()
         return grads, of_weights
