@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import graph_fsdp
 from graph_fsdp import checkpoint
 from graph_fsdp.checkpoint import checksums
+from graph_fsdp.checkpoint.files import FillPlanner, Reader
 from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.storage import FillPlanner, Reader
 
 FIRST = "ours, summed"  # what ``graph_fsdp.checkpoint.load`` does, and what the others are compared with
 

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from graph_fsdp import checkpoint
+from graph_fsdp.checkpoint.files import read_tensors
 from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.storage import read_tensors
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"

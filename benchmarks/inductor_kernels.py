@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch._inductor.dependencies import MemoryDep, StarDep
 from torch._inductor.scheduler import NopKernelSchedulerNode
 
-from graph_fsdp.compat.inductor_scheduler import is_communication, is_external
+from graph_fsdp.compat.inductor.scheduler import is_communication, is_external
 
 
 @dataclass(frozen=True)

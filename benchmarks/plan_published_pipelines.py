@@ -27,13 +27,13 @@ import torch
 from tables import Table
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graph_fsdp.passes import CostModel, GroupShape
+from graph_fsdp.passes import GroupShape
 from graph_fsdp.passes.analysis.kernels import graph_work
 from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.planning import Dimensions, PipelinePlan, plan_pipeline
 from graph_fsdp.planning.causal_lm import CausalLM
 from graph_fsdp.planning.model_config import read_config
-from graph_fsdp.planning.pipeline import StageFigures
+from graph_fsdp.planning.stages import StageFigures, gather_seconds
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan_published_pipelines.json"
@@ -111,12 +111,12 @@ def with_times(made: PipelinePlan, hidden: bool) -> PipelinePlan:
             continue
         cost, spec = stage.traced.context.cost, stage.spec
         assert cost is not None
-        sharding = {spec.group, *(mesh.group for mesh in spec.own_meshes)} - {""}
+        sharding = {spec.mesh.group, *(mesh.group for mesh in spec.own_meshes)} - {""}
         quiet = dataclasses.replace(cost, groups={**cost.groups, **dict.fromkeys(sharding, GroupShape(1))})
         times = [simulate(graph, quiet) for graph in stage.traced.graphs.values()]
         gather, held = figures.gather, dict(figures.held)
         if not stage.traced.whole:
-            gather = sum(_gather_seconds(cost, stage.spec))
+            gather = gather_seconds(cost, spec)
             held["gathered"] = sum(
                 p.shard_numel * p.world_size * p.param_dtype.itemsize for p in spec.parameters.values()
             )
@@ -125,14 +125,6 @@ def with_times(made: PipelinePlan, hidden: bool) -> PipelinePlan:
             figures, forward=seconds[0], backward=seconds[1], gather=gather, held=held
         )
     return dataclasses.replace(made, stages=[known[id(stage)] for stage in made.plans])
-
-
-def _gather_seconds(cost: CostModel, spec: Any) -> list[float]:
-    found = []
-    for bucket in spec.buckets:
-        nbytes = bucket.shard_numel * bucket.world_size * bucket.parameters[0].param_dtype.itemsize
-        found.append(cost.all_gather_seconds(nbytes, spec.mesh_of(bucket.parameters[0]).group))
-    return found
 
 
 def executed_flops(made: PipelinePlan) -> float:

@@ -62,16 +62,19 @@ class Steps(Protocol):
     def step(self) -> None: ...
 
 
+def order_of(names: Sequence[str], index: int) -> list[str]:
+    """The order of a round in which none always follows the same one."""
+    order = [*names[index % len(names) :], *names[: index % len(names)]]
+    return order[::-1] if index % 2 else order
+
+
 def interleave(trainers: Mapping[str, Steps], rounds: int, steps: int, device: str) -> list[dict[str, Turn]]:
     """Each trainer in turn ``steps`` timed steps, after one that is not, in every round; this rank's times."""
     names = list(trainers)
     found = []
     for index in range(rounds):
-        order = names[index % len(names) :] + names[: index % len(names)]
-        if index % 2:
-            order.reverse()  # or each would always follow the same one
         turns = {}
-        for name in order:
+        for name in order_of(names, index):
             trainers[name].step()
             dist.barrier()
             synchronize(device)

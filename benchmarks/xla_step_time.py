@@ -37,8 +37,8 @@ from typing import Any
 
 import torch
 from harness import ROOT, Disagreement, command_of, machine, parser_of, publish, workload_of
+from step_time import order_of, quartiles
 from step_time import plot as plot
-from step_time import quartiles
 from tables import Table, quartile_cell
 from torch import Tensor, nn
 from training import LEARNING_RATE, TOLERANCES
@@ -187,11 +187,8 @@ def interleave(trainers: Mapping[str, Any], rounds: int, steps: int) -> list[dic
     names = list(trainers)
     found = []
     for index in range(rounds):
-        order = names[index % len(names) :] + names[: index % len(names)]
-        if index % 2:
-            order.reverse()  # or each would always follow the same one
         turns = {}
-        for name in order:
+        for name in order_of(names, index):
             trainer = trainers[name]
             trainer.prepare(steps + 1)
             trainer.step()

@@ -26,7 +26,7 @@ from graph_fsdp.parameters.placements import ShardPlacementFn
 from graph_fsdp.parameters.sharded import owners_of
 from graph_fsdp.passes import ActivationCheckpointing, CostModel, GroupShape, PassPipeline, find_hardware
 from graph_fsdp.passes.analysis.hardware import detect_hardware
-from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
 from graph_fsdp.place import Place, check_model, ignored_parameters, place_on_ranks
 from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
@@ -149,7 +149,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     spec = _model_spec(units, names, place, policies)
     policies.check_sharded(spec)
     spec = dataclasses.replace(spec, offload=options.offload(place.device))
-    reshard, size = options.reshard_size(spec.world_size)
+    reshard, size = options.reshard_size(spec.mesh.world_size)
     groups = place.mesh.group_shapes() if place.mesh is not None else {"": GroupShape(1)}
     if ranks is not None:  # and those of tensor and expert parallelism
         for p in names:
@@ -157,7 +157,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     if size:
         assert ranks is not None
         spec = dataclasses.replace(spec, reshard_group=ranks.subgroup(size).group_name, reshard_size=size)
-        groups[spec.reshard_group] = GroupShape(size, groups[spec.group].stride)
+        groups[spec.reshard_group] = GroupShape(size, groups[spec.mesh.group].stride)
     pipeline, backend = place.pipeline, options.backend
     hardware = detect_hardware(place.device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
     cost = CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")
@@ -191,9 +191,8 @@ def _model_spec(
 ) -> ModelSpec:
     """Return the spec of the parameters of ``units``, in order of registration, which is about the order of use.
     ``names``: parameter → its names."""
-    mesh = place.mesh
-    world_size = mesh.world_size if mesh is not None else 1
-    own = {n: m.described for n, m in mesh.own.items()} if isinstance(mesh, DataParallelMesh) else {}
+    mesh = place.mesh.spec if place.mesh is not None else MeshSpec("", "", 1)
+    own = {n: m.own_spec for n, m in place.mesh.own.items()} if isinstance(place.mesh, DataParallelMesh) else {}
     unit_of = {name: unit.name for unit in units for name in unit.parameters}
     specs = []
     for p, (name, *others) in names.items():
@@ -201,20 +200,18 @@ def _model_spec(
             if name in place.quantized:
                 p = place.quantized[name].sharded
             param_dtype, reduce_dtype, sent_as = policies.dtypes_of(p, [name, *others])
-            shape, own_mesh = tuple(compat.local_part(p).shape), own.get(name)
             specs.append(
                 ParameterSpec(
                     name,
                     unit_of[name],
-                    shape,
+                    tuple(compat.local_part(p).shape),
                     p.dtype,
                     param_dtype,
                     reduce_dtype,
                     p.requires_grad,
-                    world_size if own_mesh is None else own_mesh.world_size,
+                    own.get(name, mesh),
                     place.shard_dims.get(name, 0),
                     is_extended(p),
-                    own_mesh,
                     sent_as,
                 )
             )
@@ -223,7 +220,4 @@ def _model_spec(
     first = {spec.unit: index for index, spec in reversed(list(enumerate(specs)))}
     places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]
     specs = [specs[index] for index in sorted(range(len(specs)), key=places.__getitem__)]
-    spec = make_model_spec(specs, mesh.group if mesh is not None else "", world_size)
-    if mesh is None:
-        return spec
-    return dataclasses.replace(spec, replicate_group=mesh.replicate_group, replicas=mesh.replicas)
+    return make_model_spec(specs, mesh)

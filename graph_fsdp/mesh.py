@@ -26,7 +26,7 @@ import itertools
 import os
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -55,20 +55,8 @@ class Mesh(Protocol):
     """A mesh shares a model: ``DataParallelMesh`` over ranks, ``XlaMesh`` (``xla/mesh.py``) over XLA devices."""
 
     @property
-    def world_size(self) -> int:
-        """Return the number of ranks over which a parameter is sharded."""
-
-    @property
-    def replicas(self) -> int:
-        """Return the number of ranks that hold the same shard."""
-
-    @property
-    def group(self) -> str:
-        """Return the name of the group that shards, "" if nothing does."""
-
-    @property
-    def replicate_group(self) -> str:
-        """Return the name of the group of replicas, "" if there are none."""
+    def spec(self) -> MeshSpec:
+        """Return what passes know of it as a model's mesh: its groups, and how many ranks they have."""
 
     def group_shapes(self) -> dict[str, GroupShape]:
         """Return group name → where its ranks lie, for the cost model."""
@@ -123,30 +111,22 @@ class DataParallelMesh(Mesh):
         return self.own.get(name, self)
 
     @property
-    def described(self) -> MeshSpec:
-        """Return its groups for passes, under a name that all ranks have: of its dimensions, or of their sizes."""
-        names = self.mesh.mesh_dim_names or tuple(map(str, self.mesh.shape))
-        return MeshSpec(" x ".join(names), self.group, self.world_size, self.replicate_group, self.replicas)
+    def spec(self) -> MeshSpec:
+        (group, ranks), (replicate_group, replicas) = map(self._group, (self.shard_dim, self.replicate_dim))
+        return MeshSpec("", group, ranks, replicate_group, replicas)
+
+    def _group(self, dim: int | None) -> tuple[str, int]:
+        """Return the name of the group of a dimension, and how many ranks it has; "" and one for None."""
+        return ("", 1) if dim is None else (self.mesh.get_group(dim).group_name, self.mesh.size(dim))
 
     @property
-    def world_size(self) -> int:
-        return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
-
-    @property
-    def replicas(self) -> int:
-        return 1 if self.replicate_dim is None else self.mesh.size(self.replicate_dim)
+    def own_spec(self) -> MeshSpec:
+        """Return the same under a name that all ranks have, of its dimensions or of their sizes: some parameters'."""
+        return replace(self.spec, name=" x ".join(self.mesh.mesh_dim_names or map(str, self.mesh.shape)))
 
     @property
     def shard_rank(self) -> int:
         return 0 if self.shard_dim is None else self.mesh.get_local_rank(self.shard_dim)
-
-    @property
-    def group(self) -> str:
-        return "" if self.shard_dim is None else self.mesh.get_group(self.shard_dim).group_name
-
-    @property
-    def replicate_group(self) -> str:
-        return "" if self.replicate_dim is None else self.mesh.get_group(self.replicate_dim).group_name
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -193,7 +173,7 @@ class DataParallelMesh(Mesh):
             group = self.mesh.get_group(self.shard_dim)
             chunks = None
             if full is not None:
-                chunks = [rows_of(full, i, shard.shape[0]) for i in range(self.world_size)]
+                chunks = [rows_of(full, i, shard.shape[0]) for i in range(self.spec.world_size)]
                 shard.copy_(chunks[0])
             dist.scatter(_bytes(shard), [_bytes(c) for c in chunks] if chunks else None, group=group, group_src=0)
         if self.replicate_dim is not None:

@@ -64,6 +64,11 @@ class CompileOptions:
     programs: AnyPath | Literal[False] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("sync_module_states", "fullgraph", "dynamic", "cuda_graphs"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (name != "dynamic" or value is not None):
+                allowed = "True, False or None" if name == "dynamic" else "True or False"
+                raise TypeError(f"{name} must be {allowed}, got {value!r}")
         self._check_backend()
         self._check_passes()
         self._check_offload_policy()
@@ -151,8 +156,6 @@ class CompileOptions:
 
     def check_cuda_graphs(self, device: torch.device) -> None:
         """Raise for options and devices that do not go with ``cuda_graphs=True``."""
-        if not isinstance(self.cuda_graphs, bool):
-            raise TypeError(f"cuda_graphs must be True or False, got {self.cuda_graphs!r}")
         if not BACKENDS[self.backend].captures_regions:
             raise UnsupportedError(
                 f"cuda_graphs=True: backend {self.backend!r} launches no kernels that could be captured; leave "

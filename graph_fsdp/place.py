@@ -22,7 +22,7 @@ from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import check_extensions
 from graph_fsdp.parameters.meshes import find_meshes, own_meshes
 from graph_fsdp.parameters.placements import asked_placements, check_tensor_parallel, shard_dims
-from graph_fsdp.parameters.quantized import Quantized, find_quantized, is_quantized
+from graph_fsdp.parameters.quantized_weights import Quantized, find_quantized, is_quantized
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline

@@ -118,7 +118,8 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     for container in model.modules():
         if not isinstance(container, _CONTAINERS):
             continue
-        composite = [c for c in container.children() if next(c.children(), None) and _has_parameters(c)]
+        # ``is not None``: an empty Sequential, as of a shortcut, is false.
+        composite = [c for c in container.children() if next(c.children(), None) is not None and _has_parameters(c)]
         count = Counter(type(child) for child in composite)
         blocks += [child for child in composite if count[type(child)] > 1]
     inside = {module for block in blocks for module in block.modules() if module is not block}

@@ -37,8 +37,13 @@ def _check_buckets(p: GraphPass, model: object) -> None:
         if count > 1:
             raise PipelineError(f"{p}: arrange put {name} into bucket {model.bucket_of[name].name!r} and another")
     for bucket in model.buckets:
-        if len({(parameter.dtype, parameter.param_dtype) for parameter in bucket.parameters}) != 1:
-            raise PipelineError(f"{p}: arrange made bucket {bucket.name!r} of parameters of several dtypes, or of none")
+        for q in bucket.parameters:
+            if model.parameters.get(q.name) != q or q.replicated or q.empty:
+                found = f"{q.name} in bucket {bucket.name!r}"
+                raise PipelineError(f"{p}: arrange put {found}, and that is no sharded parameter of the model")
+        if len({parameter.kind for parameter in bucket.parameters}) != 1:
+            of = "of parameters of several dtypes or meshes, or of none"
+            raise PipelineError(f"{p}: arrange made bucket {bucket.name!r} {of}")
     missing = [q.name for q in model.parameters.values() if not q.replicated and not q.empty and q.name not in counts]
     if missing:
         raise PipelineError(f"{p}: arrange left {', '.join(missing)} in no bucket")

@@ -162,7 +162,7 @@ class AbsentGradients:
         self.number_of_tangents, model = len(given), context.model
         self._tangents: Sequence[int | None] | None = None  # per output of autograd's node, which one is its gradient
         # Process groups that gradients are reduced in, one after the other.
-        self._groups = list(model.mesh.groups) if model.ranks > 1 else []
+        self._groups = list(model.mesh.groups) if model.mesh.ranks > 1 else []
         # What this graph keeps and does not reduce.
         named = [index for index, name in parameters.items() if name]
         self._unsynced = [i for i in named if is_unsynced(model.parameters[parameters[i]], context)]

@@ -17,14 +17,17 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import graph_fsdp
+from graph_fsdp.compat import fake_process_group
 from graph_fsdp.integrations.accelerate import Accelerator
 from graph_fsdp.integrations.fsdp_config import (
     check_plugin,
@@ -183,6 +186,41 @@ def test_trainable_parameters_become_float32_and_buffers_of_fsdp1_the_buffer_dty
         assert model[0].scale.dtype == torch.bfloat16
         raise ZeroDivisionError
     assert {t.dtype for t in model.state_dict().values()} == {torch.float16}
+
+
+class Normalised(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    """Loss, gradients and statistics after a backward."""
+    (loss := model(torch.arange(16.0).view(4, 4)).float().square().sum()).backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+
+def test_batch_norm_is_float32_where_fsdp1_wraps_modules() -> None:
+    settings: dict[str, Any] = {"mixed_precision_policy": "bf16", "transformer_cls_names_to_wrap": ["Linear"]}
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap", **settings)
+    model = Normalised()
+    given = {**compile_arguments(plugin, model, "cpu", None), "backend": "eager"}
+    with prepared_dtypes(plugin, model):
+        graph_fsdp.compile(model, **given)
+    found = trained(model)
+    with fake_process_group(1):
+        policy = MixedPrecision(*[torch.bfloat16] * 3)
+        wrapped = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "device_id": torch.device("cpu")}
+        theirs = FullyShardedDataParallel(Normalised(), mixed_precision=policy, use_orig_params=True, **wrapped)
+        torch.testing.assert_close(found, trained(theirs), rtol=0, atol=0)
+    assert len(found) == 10 and found[-3].dtype is torch.float32, "loss, six parameters, three buffers"
+    unwrapped = FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap", mixed_precision_policy="bf16")
+    with prepared_dtypes(unwrapped, whole := Normalised()):
+        assert whole[1].running_mean.dtype is torch.bfloat16, "as FSDP1 has it, which wraps no module"
+    with pytest.raises(graph_fsdp.UnsupportedError, match="keep_low_precision_grads"):
+        check_plugin(
+            FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecision(keep_low_precision_grads=True))
+        )
 
 
 def state_dicts_of_a_rank(folder: str, given: list[tuple[bool, bool]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graph_fsdp
 from graph_fsdp import ActivationCheckpointing, compat
-from graph_fsdp.compat.dynamo import functorch_config
+from graph_fsdp.compat.traces.torch_compile import functorch_config
 from graph_fsdp.passes import CheckpointActivations
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role

@@ -10,21 +10,25 @@ import pytest
 import torch
 
 from graph_fsdp.passes import Bucket, CostModel, GroupShape, PipelineError, default_pipeline, find_hardware
-from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
-from graph_fsdp.passes.transforms.arrange import arrange_buckets, gathered_nbytes
+from graph_fsdp.passes.ir.spec import BucketSpec, MeshSpec, ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes.transforms.arrange import arrange_buckets
 
 WORLD = 4
+MESH = MeshSpec("", "0", WORLD)
 KIB = 1024
 
 
 def parameter(name: str, unit: str, kib: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
     """A parameter of ``kib`` gathered kibibytes."""
     rows = kib * KIB // dtype.itemsize // 16
-    return ParameterSpec(name, unit, (rows, 16), dtype, dtype, dtype, True, WORLD)
+    return ParameterSpec(name, unit, (rows, 16), dtype, dtype, dtype, True, MESH)
+
+
+SCALAR = ParameterSpec("s", "u", (), torch.float32, torch.float32, torch.float32, True, MESH)
 
 
 def model(*parameters: ParameterSpec) -> ModelSpec:
-    return make_model_spec(parameters, "0", WORLD)
+    return make_model_spec(parameters, MESH)
 
 
 def layers(count: int, *kib: int) -> Iterator[ParameterSpec]:
@@ -94,13 +98,13 @@ def test_auto_is_no_larger_than_the_largest_unit_and_half_the_budget() -> None:
     assert buckets(arrange_buckets(spec, "auto", CPU)) == buckets(arrange_buckets(spec, "unit"))
     budget = 160 * KIB
     bounded = arrange_buckets(spec, "auto", CPU, budget)
-    assert max(sum(gathered_nbytes(p) for p in bucket.parameters) for bucket in bounded.buckets) == 64 * KIB
+    assert max(sum(p.gathered_nbytes for p in bucket.parameters) for bucket in bounded.buckets) == 64 * KIB
 
 
 def test_auto_buckets_of_a_replicated_model_saturate_its_all_reduce() -> None:
     sharded = [parameter("large", "large", 16 * 1024), *layers(40, 64)]
-    whole = [dataclasses.replace(p, world_size=1) for p in sharded]
-    spec = dataclasses.replace(make_model_spec(whole, "", 1), replicate_group="r", replicas=WORLD)
+    mesh = MeshSpec("", "", 1, "r", WORLD)
+    spec = make_model_spec([dataclasses.replace(p, mesh=mesh) for p in sharded], mesh)
     cost = CostModel(find_hardware("cpu"), {"": GroupShape(1), "r": GroupShape(WORLD)})
     automatic = arrange_buckets(spec, "auto", cost)
     assert buckets(automatic) == buckets(arrange_buckets(spec, cost.saturating_bytes("r")))
@@ -184,19 +188,39 @@ def test_messages_that_are_none_are_refused() -> None:
         (lambda spec: dataclasses.replace(spec, buckets=spec.buckets * 2), "arrange put a into bucket 'u' and another"),
         (
             lambda spec: dataclasses.replace(
-                spec, buckets=(dataclasses.replace(spec.buckets[0], parameters=tuple(spec.parameters.values())),)
+                spec, buckets=(BucketSpec("u", "u", tuple(p for b in spec.buckets for p in b.parameters)),)
             ),
             "arrange made bucket 'u' of parameters of several dtypes",
         ),
+        (
+            lambda spec: dataclasses.replace(spec, buckets=(*spec.buckets, BucketSpec("s", "u", (SCALAR,)))),
+            "arrange put s in bucket 's', and that is no sharded parameter",
+        ),
     ],
-    ids=["no model", "one left out", "one twice", "two dtypes"],
+    ids=["no model", "one left out", "one twice", "two dtypes", "a scalar"],
 )
 def test_buckets_of_a_users_pass_are_checked(change: Callable[[ModelSpec], Any], message: str) -> None:
     class Mine(Bucket):
         def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
             return change(super().arrange(model, cost))
 
-    spec = model(parameter("a", "u", 4), parameter("b", "u", 4, torch.bfloat16))
+    spec = model(parameter("a", "u", 4), parameter("b", "u", 4, torch.bfloat16), SCALAR)
     with pytest.raises(PipelineError, match=message) as raised:
         default_pipeline().replace("bucket", Mine()).arrange(spec, CPU)
     assert "Mine('bucket')" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mesh": MeshSpec("efsdp", "1", WORLD)}, {"reduce_dtype": torch.bfloat16}, {"sent_as": torch.int8}],
+    ids=["mesh", "reduce_dtype", "quantized"],
+)
+def test_a_users_bucket_has_one_mesh_and_one_type_of_reductions(changes: dict[str, Any]) -> None:
+    class All(Bucket):
+        def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
+            return dataclasses.replace(model, buckets=(BucketSpec("all", "u", tuple(model.parameters.values())),))
+
+    pipeline, one, other = default_pipeline().replace("bucket", All()), parameter("a", "u", 4), parameter("b", "u", 4)
+    assert list(buckets(pipeline.arrange(model(one, other), CPU))) == ["all"]
+    with pytest.raises(PipelineError, match="bucket 'all' of parameters of several dtypes or meshes"):
+        pipeline.arrange(model(one, dataclasses.replace(other, **changes)), CPU)

@@ -69,6 +69,16 @@ def accept(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> 
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+# Flags
+
+
+@pytest.mark.parametrize("name", ["fullgraph", "sync_module_states", "cuda_graphs", "dynamic"])
+def test_a_flag_that_is_neither_true_nor_false(name: str) -> None:
+    refuse(MLP(), TypeError, f"{name} must be True", "'no'", backend="eager", **{name: "no"})
+    if name != "dynamic":
+        refuse(MLP(), TypeError, f"{name} must be True or False, got None", backend="eager", **{name: None})
+
+
 # The mesh
 
 

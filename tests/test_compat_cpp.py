@@ -16,9 +16,9 @@ from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
-from graph_fsdp.compat import inductor_cpp as compat_cpp
-from graph_fsdp.compat import inductor_probes
-from graph_fsdp.compat.inductor_probes import remembered_probes
+from graph_fsdp.compat.inductor import cpp as compat_cpp
+from graph_fsdp.compat.inductor import probes
+from graph_fsdp.compat.inductor.probes import remembered_probes
 
 PLUS = 'extern "C" void kernel(const float* x, float* out) {{ out[0] = x[0] + {}.0f; {} }}'
 
@@ -160,7 +160,7 @@ def test_a_library_is_tried_again_where_anything_differs(
         case "library":
             library.write_text("cannot be")
         case "processor":
-            monkeypatch.setattr(inductor_probes, "processor", lambda: "avx2")
+            monkeypatch.setattr(probes, "processor", lambda: "avx2")
         case "paths":
             monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
         case "Python":
@@ -175,10 +175,18 @@ def test_a_library_is_tried_again_where_anything_differs(
 def test_nothing_is_remembered_of_a_processor_that_nobody_describes(
     tmp_path: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inductor_probes, "processor", lambda: None)
+    monkeypatch.setattr(probes, "processor", lambda: None)
     library = tmp_path / "vectors.so"
     library.write_text("loads")
     assert can_be_loaded(library) and can_be_loaded(library) and len(tried) == 2
+
+
+def test_a_note_that_cannot_be_written_leaves_nothing(tmp_path: Path, tried: list[str]) -> None:
+    library = tmp_path / "vectors.so"
+    library.write_text("loads")
+    Path(f"{library}.loads").mkdir()  # no file can take its place
+    assert can_be_loaded(library) and can_be_loaded(library) and len(tried) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["vectors.so", "vectors.so.loads"]
 
 
 def test_no_header_is_precompiled_for_kernels_that_are_built(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:

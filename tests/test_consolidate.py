@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from graph_fsdp.checkpoint import CheckpointError, load, load_safetensors, save
 from graph_fsdp.checkpoint.consolidate import consolidate
 from graph_fsdp.checkpoint.contents import check, contents
+from graph_fsdp.checkpoint.files import read_tensors
 from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.storage import read_tensors
 from graph_fsdp.cli.main import main
 
 

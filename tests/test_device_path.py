@@ -22,7 +22,7 @@ from torch._inductor.utils import BoxedBool
 from torch._subclasses import FakeTensorMode
 
 from graph_fsdp import compat
-from graph_fsdp.compat.inductor_devices import shared_by_devices
+from graph_fsdp.compat.inductor.devices import shared_by_devices
 
 CUDA = torch.device("cuda:0")
 

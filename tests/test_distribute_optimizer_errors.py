@@ -31,7 +31,7 @@ def test_bad_input() -> None:
     with pytest.raises(UnsupportedError, match=r"step\(\) of this SGD was replaced on the object"):
         give(scheduled)
     assert type(scheduled) is optim.SGD
-    for flag in ("in_backward", "offload_state"):
+    for flag in ("in_backward", "offload_state", "element_wise"):
         with pytest.raises(TypeError, match=f"{flag} must be True or False, got 1"):
             give(optim.SGD(model.parameters()), **{flag: 1})  # type: ignore[arg-type]
     for made, options, text in (

@@ -198,9 +198,10 @@ def test_operators_of_others_and_those_under_autocast_are_told_apart(calls: Call
             calls.computed(torch.ops.of_a_user.twice.default, calls.input(FLOATS))
     x = calls.input(lambda: torch.empty(4, 4))
     calls.computed(aten.mm.default, x, x)
-    with torch.autocast("cpu"):
-        calls.computed(aten.mm.default, x, x)
-    assert calls.run == 4
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert calls.computed(aten.mm.default, x, x)[1] is dtype
+    assert calls.run == 5
 
 
 def test_names_of_parameters_are_no_part_of_a_call(calls: Calls) -> None:
@@ -211,16 +212,17 @@ def test_names_of_parameters_are_no_part_of_a_call(calls: Calls) -> None:
     assert calls.run == 1
 
 
-# Many values at once
+# Values that no operator makes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_values_made_many_at_once_are_those_made_one_by_one(dtype: torch.dtype) -> None:
+def test_values_are_those_that_torchs_constructor_makes(dtype: torch.dtype) -> None:
     mode, memory = FakeTensorMode(shape_env=ShapeEnv()), torch.empty(1024, dtype=torch.uint8, device="meta")
-    many, device = compat.FakeTensors(mode), torch.device("cpu")
+    device = torch.device("cpu")
     for shape, stride, offset in [((4, 3), (3, 1), 0), ((3, 4), (1, 3), 2), ((), (), 5), ((0,), (1,), 0)]:
-        made = many.in_memory(memory, shape, stride, offset, dtype, device)
-        alone = compat.fake_tensor(mode, shape, stride, dtype, device, memory, offset)
+        made = compat.fake_tensor(mode, shape, stride, dtype, device, memory, offset)
+        meta = torch.empty(0, dtype=dtype, device="meta").set_(memory.untyped_storage(), offset, shape, stride)
+        alone = compat.FakeTensor(mode, meta, device)
         assert type(made) is type(alone) and vars(made).keys() == vars(alone).keys()
         assert all(
             vars(made)[name] is vars(alone)[name] or vars(made)[name] == vars(alone)[name] for name in vars(made)

@@ -16,7 +16,7 @@ def steps_have_the_bits_of_the_optimizer_alone() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = alike(mesh=mesh)
     report = graph_fsdp.inspect(model)
-    assert report.spec.world_size == 2 and report.spec.replicas == 2
+    assert report.spec.mesh.world_size == 2 and report.spec.mesh.replicas == 2
     assert {row.kind for row in report.backward.buckets} >= {"reduce", "replicate"}
 
 

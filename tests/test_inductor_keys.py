@@ -15,7 +15,7 @@ import torch
 from torch._inductor import codecache
 from torch._logging._internal import trace_log
 
-from graph_fsdp.compat.inductor_keys import know_torch, modules_of, unlogged_keys_unprinted
+from graph_fsdp.compat.inductor.keys import know_torch, modules_of, unlogged_keys_unprinted
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from graph_fsdp.passes import Graph, MemoryProfile, PassContext, Role, default_p
 from graph_fsdp.passes.analysis.memory import CATEGORIES, MAX_HOLDERS
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs
-from graph_fsdp.passes.ir.spec import make_model_spec
+from graph_fsdp.passes.ir.spec import MeshSpec, make_model_spec
 from graph_fsdp.report.report import GraphReport, GraphView, engine_of
 
 FACTS = Facts(__name__)
@@ -328,7 +328,7 @@ def test_on_one_process_parameters_are_shards_and_nothing_is_gathered() -> None:
 
 def test_the_profile_of_a_graph_whose_buffers_are_not_freed() -> None:
     graph = Graph(torch.fx.symbolic_trace(nn.Identity()), "forward")
-    context = PassContext(make_model_spec([], "0", 8))
+    context = PassContext(make_model_spec([], MeshSpec("", "0", 8)))
     with pytest.raises(ValueError, match="a forward graph before its buffers are freed has no lifetimes"):
         memory_profile(graph, context)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from graph_fsdp import CheckpointError
-from graph_fsdp.checkpoint import checksums, exchange, latest, save
+from graph_fsdp.checkpoint import bringing, checksums, latest, save
 from graph_fsdp.checkpoint.hosts import DESCRIPTION, SHARED, VARIABLE, place_of
 
 FACTS = Facts(__name__)
@@ -296,13 +296,13 @@ def bad_input_is_one_error_on_all_ranks() -> None:
 def an_error_in_the_background_is_told() -> None:
     with on_hosts(PAIRS) as (runs, first):
         first.save(runs / "step_1", memory=True)
-        reserved = exchange.reserved
+        reserved = bringing.reserved
 
         def full(file: Path, size: int) -> Tensor:
             return reserved(file, size * 10**12)
 
         if dist.get_rank() == 3:
-            exchange.reserved = full
+            bringing.reserved = full
         try:
             first.save(runs / "step_2", memory=True, asynchronous=True)
             with pytest.raises(
@@ -310,7 +310,7 @@ def an_error_in_the_background_is_told() -> None:
             ):
                 first.save(runs / "step_3", memory=True)
         finally:
-            exchange.reserved = reserved
+            bringing.reserved = reserved
         dist.barrier()
         assert list(held(runs)) == ["step_1"]
         first.save(runs / "step_3", memory=True)

@@ -48,7 +48,7 @@ def test_named_dimensions_shard_and_replicate(fake_group: None, dims: Dims, grou
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     model = graph_fsdp.compile(MLP(), mesh, dp_mesh_dims=dims, backend="eager")
     spec = engine_of(model).spec
-    assert (spec.world_size, spec.replicas) == groups
+    assert (spec.mesh.world_size, spec.mesh.replicas) == groups
     model(batch()).sum().backward()
     gathers = calls(graph_fsdp.inspect(model).forward, "all_gather_start")
     assert (f"world_size={groups[0]}" in gathers) == (groups[0] > 1)
@@ -136,7 +136,7 @@ def parts_of_sequences_train_as_whole_ones() -> None:
     expected = train(model_of())
     for kind, values in found.items():
         check_close(values, expected[kind], 1e-6, kind)
-    assert engine_of(model).spec.world_size == 4 == dist.get_world_size()
+    assert engine_of(model).spec.mesh.world_size == 4 == dist.get_world_size()
 
 
 test_on_four_ranks = FACTS.on(4)

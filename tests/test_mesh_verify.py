@@ -161,7 +161,7 @@ class GathersOverAllRanks(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> None:
         start = node_of(graph, Role.GATHER_START)
-        start.args = (*start.args[:5], context.model.group, *start.args[6:])
+        start.args = (*start.args[:5], context.model.mesh.group, *start.args[6:])
 
 
 @pytest.mark.parametrize(

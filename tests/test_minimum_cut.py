@@ -13,7 +13,7 @@ from models import GPT
 from torch._functorch import partitioners
 
 import graph_fsdp
-from graph_fsdp.compat import minimum_cut
+from graph_fsdp.compat.traces import minimum_cut
 
 
 @pytest.mark.skipif(hasattr(partitioners, "minimum_cut"), reason="this torch has a minimum cut of its own")

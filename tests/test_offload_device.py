@@ -29,7 +29,7 @@ from graph_fsdp.passes import (
 )
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import set_record
-from graph_fsdp.passes.ir.spec import HOST, Offload, ParameterSpec, make_model_spec
+from graph_fsdp.passes.ir.spec import HOST, MeshSpec, Offload, ParameterSpec, make_model_spec
 from graph_fsdp.passes.verify.verify import Verifier
 
 aten = torch.ops.aten
@@ -43,9 +43,10 @@ CUDA = torch.device("cuda", 0)
 def cuda_graph(phase: Phase) -> tuple[Graph, PassContext]:
     """Two units on 8 ranks after all passes: their weights are used one after the other, or their gradients reduced."""
     f32, mode, module = torch.float32, FakeTensorMode(), fx.GraphModule(nn.Module(), fx.Graph())
-    parameters = [ParameterSpec(f"{unit}.w", unit, (16, 4), f32, f32, f32, True, 8) for unit in "ab"]
+    mesh = MeshSpec("", "group", 8)
+    parameters = [ParameterSpec(f"{unit}.w", unit, (16, 4), f32, f32, f32, True, mesh) for unit in "ab"]
     offload = Offload(CUDA, pin_memory=True)
-    context = PassContext(replace(make_model_spec(parameters, "group", 8), offload=offload))
+    context = PassContext(replace(make_model_spec(parameters, mesh), offload=offload))
     graph = Graph(module, phase)
 
     def placeholder(name: str, shape: tuple[int, ...], device: torch.device) -> fx.Node:

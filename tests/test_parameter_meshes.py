@@ -178,7 +178,7 @@ def test_a_class_a_module_a_function_and_a_placement_say_the_same(fake_group: No
         return engine_of(ours(given.distribute(own["ep"]), mesh, **options)).spec
 
     by_class = spec(model_of(), own={Experts: own["efsdp"]})
-    assert {p.mesh.name for p in by_class.parameters.values() if p.mesh} == {"efsdp"}
+    assert {p.mesh.name for p in by_class.parameters.values() if p.mesh.name} == {"efsdp"}
     model = model_of()
     assert spec(model, own=dict.fromkeys(model.experts, own["efsdp"])) == by_class
     assert spec(model_of(), own=lambda p: own["efsdp"] if p.dim() == 3 else None) == by_class

@@ -17,7 +17,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap, mutated_inputs
 from graph_fsdp.passes.ir.graph import Phase
-from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.report.report import engine_of
 
 aten = torch.ops.aten
@@ -56,8 +56,9 @@ def names(graph: Graph) -> str:
 
 def spec_of(*units: str) -> ModelSpec:
     f32 = torch.float32
-    parameters = [ParameterSpec(f"{unit}.w", unit, (16, 4), f32, f32, f32, True, 8) for unit in units]
-    return make_model_spec(parameters, "group", 8)
+    mesh = MeshSpec("", "group", 8)
+    parameters = [ParameterSpec(f"{unit}.w", unit, (16, 4), f32, f32, f32, True, mesh) for unit in units]
+    return make_model_spec(parameters, mesh)
 
 
 def test_just_in_time_moves_what_is_recomputed_to_where_a_gradient_needs_it() -> None:

@@ -104,7 +104,7 @@ def test_a_mesh_of_two_dimensions_replicates_over_the_first() -> None:
     made = planned(mesh_shape=(4, 2))
     assert made.backward.graph is not None
     assert [kind for kind, _ in made.backward.graph.collectives].count("replicate_start") == 3
-    assert made.spec.world_size == 2 and made.spec.replicas == 4
+    assert made.spec.mesh.world_size == 2 and made.spec.mesh.replicas == 4
     assert planned(mesh_shape=(1, 8)).forward.stages["free"].body == planned().forward.stages["free"].body
 
 

@@ -22,8 +22,8 @@ from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.planning import Dimensions, PipelinePlan, plan_pipeline
 from graph_fsdp.planning.causal_lm import CausalLM
-from graph_fsdp.planning.pipeline import pipeline_orders, schedule_ends
 from graph_fsdp.planning.search import neighbours, search_pipelines
+from graph_fsdp.planning.stages import pipeline_orders, schedule_ends
 
 H100 = HARDWARE["h100"]
 LLAMA = {

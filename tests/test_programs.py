@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
 from graph_fsdp import UnsupportedError, compat
-from graph_fsdp.compat.joint_traces import FOLLOWING
+from graph_fsdp.compat.traces.joint_traces import FOLLOWING
 from graph_fsdp.passes import Plan, default_pipeline
 from graph_fsdp.passes.ir.portable import Names
 from graph_fsdp.programs.folder import Folder

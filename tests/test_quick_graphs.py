@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import graph_fsdp
 from graph_fsdp import compat
-from graph_fsdp.compat import quick_graphs
+from graph_fsdp.compat.traces import quick_graphs
 
 aten = torch.ops.aten
 

@@ -53,6 +53,19 @@ def test_every_combination_is_planned_with_its_options() -> None:
     assert len({c.step_seconds for c in found.candidates}) == 4, "each with its own options"
 
 
+def test_meshes_have_every_form_that_a_plan_takes() -> None:
+    found = searched(mesh_shapes=[(2, 8), {"dp_replicate": 2, "dp_shard": 8}])
+    one, other = found.candidates
+    assert (one.step_seconds, one.peak_nbytes, str(one.choice)) == (
+        other.step_seconds,
+        other.peak_nbytes,
+        str(other.choice),
+    )
+    assert found.summary()["candidates"][1]["choice"]["mesh_shape"]["dp_shard"] == 8
+    with pytest.raises(ValueError, match="mesh_shape must be"):
+        searched(mesh_shapes=[8])
+
+
 def test_the_front_is_what_no_other_beats_and_the_best_the_fastest_that_fits() -> None:
     fast, slow, small = candidate(1.0, 100), candidate(2.0, 60), candidate(3.0, 20)
     beaten = [candidate(2.5, 60), candidate(2.0, 70), candidate(3.0, 20)]

@@ -107,7 +107,7 @@ def two_reductions(seconds: tuple[float, float]) -> tuple[Graph, CostModel]:
     """A graph that starts a collective in each of two groups at once, and waits for both; a cost model in which they
     take so long alone."""
     found = traced((4, 2))
-    groups = {found.context.model.group: GroupShape(2), found.context.model.replicate_group: GroupShape(4, 2)}
+    groups = {found.context.model.mesh.group: GroupShape(2), found.context.model.mesh.replicate_group: GroupShape(4, 2)}
     graph = torch.fx.Graph()
     starts = [n for n in found.backward.fx_graph.nodes if n.target is dialect.reduce_scatter_start][:1]
     starts += [n for n in found.backward.fx_graph.nodes if n.target is dialect.all_reduce_shard_start][:1]

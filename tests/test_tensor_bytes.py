@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import graph_fsdp
 from graph_fsdp import CheckpointError
-from graph_fsdp.checkpoint import load, save, storage
+from graph_fsdp.checkpoint import files, load, save
+from graph_fsdp.checkpoint.files import read_tensors
 from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.storage import read_tensors
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float16),
@@ -34,15 +34,15 @@ class Left:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = self.all = 0
-        copied = storage.Reader.copied
+        copied = files.Reader.copied
 
-        def counted(reader: storage.Reader, *arguments: Any) -> bool:
+        def counted(reader: files.Reader, *arguments: Any) -> bool:
             done = copied(reader, *arguments)
             self.all += 1
             self.left += not done
             return done
 
-        monkeypatch.setattr(storage.Reader, "copied", counted)
+        monkeypatch.setattr(files.Reader, "copied", counted)
 
 
 def test_a_training_is_read_straight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_a_part_is_read_straight_where_its_bytes_lie_together(tmp_path: Path, mo
     module = nn.Module()
     module.register_buffer("x", tensor)
     checkpoint = Checkpoint.open(save(tmp_path / "saved", module).path)
-    reader = storage.Reader(checkpoint, verify=True)
+    reader = files.Reader(checkpoint, verify=True)
     reader.set_up_storage_reader(checkpoint.metadata, is_coordinator=True)
     (whole,) = (index for index in checkpoint.metadata.storage_data if index.fqn == "model.x")
     count = Left(monkeypatch)
@@ -117,7 +117,7 @@ def test_a_part_is_read_straight_where_its_bytes_lie_together(tmp_path: Path, mo
         at, lengths = torch.Size([a for a, _ in box]), torch.Size([n for _, n in box])
         part = tensor[tuple(slice(a, a + n) for a, n in box)]
         into = {"x": torch.zeros_like(part)}
-        planner = storage.FillPlanner()
+        planner = files.FillPlanner()
         planner.set_up_planner(into, checkpoint.metadata)
         nothing = torch.Size([0] * 3)
         item = ReadItem(LoadItemType.TENSOR, MetadataIndex("x"), nothing, whole, at, lengths)
@@ -189,12 +189,12 @@ def test_a_file_outside_of_the_checkpoint_is_not_read(tmp_path: Path) -> None:
     ((_, info),) = checkpoint.metadata.storage_data.items()
     (tmp_path / "outside").write_bytes((tmp_path / "saved" / info.relative_path).read_bytes())
     info.relative_path = "../outside"
-    reader = storage.Reader(checkpoint, verify=False)
+    reader = files.Reader(checkpoint, verify=False)
     with pytest.raises(CheckpointError, match="not in the checkpoint"):
-        reader.read_data(LoadPlan(_items(checkpoint)), storage.FillPlanner())
+        reader.read_data(LoadPlan(_items(checkpoint)), files.FillPlanner())
 
 
 def _items(checkpoint: Checkpoint) -> list[ReadItem]:
-    planner = storage.FillPlanner()
+    planner = files.FillPlanner()
     planner.set_up_planner({"weight": torch.zeros(3)}, checkpoint.metadata, is_coordinator=True)
     return planner.create_local_plan().items

@@ -70,6 +70,17 @@ def test_repeated_blocks_are_units_and_the_root_holds_the_rest() -> None:
     check(Stack(), STACK)
 
 
+def test_blocks_that_begin_with_an_empty_container_are_units() -> None:
+    class Shortcut(Block):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.shortcut = nn.Sequential()
+            self.up = nn.Linear(4, 4, bias=False)
+
+    model = nn.Sequential(Shortcut(), Shortcut())
+    assert listed(find_units(model)) == {"0": ["0.up.weight"], "1": ["1.up.weight"]}
+
+
 def test_a_model_without_repetition_is_one_unit() -> None:
     check(nn.Linear(2, 2), {"": ["weight", "bias"]})
     check(Stack(depth=1), {"": ["embed.weight", "blocks.0.up.weight", "blocks.0.down.weight", "head.weight"]})

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graph_fsdp import compat
+from graph_fsdp.checkpoint.files import read_tensors
 from graph_fsdp.checkpoint.folder import hidden, written
 from graph_fsdp.checkpoint.metadata import Checkpoint, joined, nbytes_of
-from graph_fsdp.checkpoint.storage import read_tensors
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from graph_fsdp.checkpoint import folder
+from graph_fsdp.checkpoint.bringing import bring
 from graph_fsdp.checkpoint.checksums import Extent, by_file
-from graph_fsdp.checkpoint.exchange import bring
+from graph_fsdp.checkpoint.files import FillPlanner, Writer
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.hosts import (
     DESCRIPTION,
@@ -33,7 +34,6 @@ from graph_fsdp.checkpoint.hosts import (
     whole,
 )
 from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.storage import FillPlanner, Writer
 from graph_fsdp.errors import CheckpointError
 
 _ENTRY_BYTES = 4096  # at most, of what torch.save writes around the bytes of a tensor, and of an entry that is none

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint.extra import EXTRA, ExtraValues
+from graph_fsdp.checkpoint.files import access_of, read
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.hosts import is_in_memory
 from graph_fsdp.checkpoint.in_memory import bring_tensors, bring_values
@@ -40,7 +41,6 @@ from graph_fsdp.checkpoint.state import (
     set_random_state,
     states_by_name,
 )
-from graph_fsdp.checkpoint.storage import access_of, read
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, listed

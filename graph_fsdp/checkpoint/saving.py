@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint import folder
+from graph_fsdp.checkpoint.files import Writer, access_of
 from graph_fsdp.checkpoint.group import NOT_DISTRIBUTED, Ranks
 from graph_fsdp.checkpoint.hosts import give_sequence, survey
 from graph_fsdp.checkpoint.in_memory import MemoryWriter, prepare
 from graph_fsdp.checkpoint.state import optimizers_of, training_state
-from graph_fsdp.checkpoint.storage import Writer, access_of
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 from graph_fsdp.passes.ir.settings import is_count

@@ -1,8 +1,8 @@
 """``compat`` has every private name of PyTorch that graph_fsdp uses: a new torch release changes nothing else.
 
-Inductor's scheduler (``inductor_scheduler.py``), its C++ compiler (``inductor_cpp.py``), its devices
-(``inductor_devices.py``) and torch_xla (``xla.py``) are imported by themselves. ``docs/private_names.md`` lists the
-names, what each is for, and where it was imported.
+Most names are handed on here. What few need, or takes long to import, is imported by itself: torch_xla (``xla.py``),
+and Inductor's scheduler, C++ compiler, caches and lowerings (``inductor/``).
+``docs/private_names.md`` lists the names, what each is for, and the versions of torch that have it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
 # Before torch 2.13, autograd holds the gradients that it calls a backward graph with until the graph has run.
 HOLDS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 
-from graph_fsdp.compat.checkpoints import checkpointed_functions as checkpointed_functions
 from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dtensor_lists import begin_equal_places as begin_equal_places
 from graph_fsdp.compat.dtensor_lists import end_equal_places as end_equal_places
-from graph_fsdp.compat.dynamo import *
-from graph_fsdp.compat.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
-from graph_fsdp.compat.equal_layers import EqualLayers as EqualLayers
-from graph_fsdp.compat.forwards import inputs_given_gradients as inputs_given_gradients
-from graph_fsdp.compat.forwards import traced_as as traced_as
-from graph_fsdp.compat.inductor import *
-from graph_fsdp.compat.joint_traces import without_joint_trace as without_joint_trace
-from graph_fsdp.compat.quick_graphs import arguments_of as arguments_of
-from graph_fsdp.compat.quick_graphs import arguments_unsearched as arguments_unsearched
-from graph_fsdp.compat.quick_graphs import inputs_of as inputs_of
-from graph_fsdp.compat.quick_graphs import parts_of as parts_of
-from graph_fsdp.compat.quick_graphs import quick_copies as quick_copies
+from graph_fsdp.compat.inductor.compilation import *
+from graph_fsdp.compat.layers.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
+from graph_fsdp.compat.layers.equal_layers import EqualLayers as EqualLayers
 from graph_fsdp.compat.tensors import *
+from graph_fsdp.compat.traces.checkpoints import checkpointed_functions as checkpointed_functions
+from graph_fsdp.compat.traces.forwards import inputs_given_gradients as inputs_given_gradients
+from graph_fsdp.compat.traces.forwards import traced_as as traced_as
+from graph_fsdp.compat.traces.joint_traces import without_joint_trace as without_joint_trace
+from graph_fsdp.compat.traces.quick_graphs import arguments_of as arguments_of
+from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched as arguments_unsearched
+from graph_fsdp.compat.traces.quick_graphs import inputs_of as inputs_of
+from graph_fsdp.compat.traces.quick_graphs import parts_of as parts_of
+from graph_fsdp.compat.traces.quick_graphs import quick_copies as quick_copies
+from graph_fsdp.compat.traces.torch_compile import *

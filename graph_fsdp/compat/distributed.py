@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _world
 from torch.distributed.distributed_c10d import new_group as _new_group
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecision, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -288,6 +288,18 @@ def select_by_function(model: nn.Module, policy: Callable[..., bool], ignored: s
 
     _recursive_wrap(model, policy, wrap, set(), ignored)
     return selected
+
+
+def stage_backward(*args: Any) -> Any:
+    """Run a backward as torch's pipeline stages do. They are imported here: that takes long, and few need them."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward.stage_backward(*args)
+
+
+def classes_in_full_precision(policy: MixedPrecision) -> tuple[type[nn.Module], ...]:
+    """Return the classes whose modules FSDP1 leaves out of its mixed precision: those of BatchNorm, unless told."""
+    return tuple(policy._module_classes_to_ignore)
 
 
 @contextlib.contextmanager

@@ -259,41 +259,6 @@ def fake_tensor(
 _FAKE: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}  # what fake tensors of a device have in common
 
 
-class FakeTensors:
-    """Makes many tensors of one fake mode, without a dispatch mode around it. What FakeTensor notes of a new tensor is
-    the same for all of a device, and takes most of the time."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-        unsafe = mode._allow_unsafe_data_ptr_access
-        c: Any = torch._C
-        self._refuse_addresses = (
-            c._set_warn_deprecated_on_mutable_data_ptr if unsafe else c._set_throw_on_mutable_data_ptr
-        )
-        self._noted: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}
-
-    def in_memory(
-        self,
-        memory: torch.Tensor,
-        shape: Sequence[int],
-        stride: Sequence[int],
-        offset: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """Make a fake tensor in the memory of a meta tensor; offset and strides in elements."""
-        meta = torch.empty(0, dtype=dtype, device="meta").set_(memory.untyped_storage(), offset, shape, stride)
-        if device not in self._noted:
-            first = FakeTensor(self._mode, meta, device)
-            self._noted[device] = first.fake_device, dict(vars(first))
-            return first
-        where, noted = self._noted[device]
-        made = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=where)
-        self._refuse_addresses(made)
-        vars(made).update(noted)
-        return made
-
-
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make a contiguous tensor that looks like an ordinary one but has no memory: who reads it crashes the process.
     (torch 2.9's tracer refuses FakeTensors of another mode than its own.)"""

@@ -46,7 +46,7 @@ class Finalization:
     def run(self) -> None:
         """Reduce kept gradients into ``.grad``, as a backward does, and reshard the units that a backward would."""
         engine = self._engine
-        if engine.graphs and engine.spec.ranks > 1:
+        if engine.graphs and engine.spec.mesh.ranks > 1:
             members = [p for p in engine.storage.parameters.values() if self._is_reduced(p)]
             if members:
                 self._reduce(members)
@@ -58,7 +58,7 @@ class Finalization:
         spec = p.spec
         if not p.shard.requires_grad or spec.empty or spec.unit in self.unreduced:
             return False
-        return self._engine.spec.mesh_of(spec).ranks > 1 or self._engine.spec.offload is not None
+        return spec.mesh.ranks > 1 or self._engine.spec.offload is not None
 
     def _reduce(self, members: list[ShardedParameter]) -> None:
         engine = self._engine
@@ -140,7 +140,7 @@ class Finalization:
             gradients.append(node)
         reduced = []
         for p, gradient in zip(members, gradients, strict=True):
-            mesh = spec.mesh_of(p.spec)
+            mesh = p.spec.mesh
             arguments = (
                 gradient,
                 list(p.input.shape),

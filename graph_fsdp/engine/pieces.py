@@ -69,7 +69,7 @@ class Pieces:
 
     def __init__(self, engine: Engine, fullgraph: bool) -> None:
         spec, self._engine = engine.spec, engine  # a weak proxy
-        fits = spec.world_size > 1 and not spec.reshard_size and spec.offload is None
+        fits = spec.mesh.world_size > 1 and not spec.reshard_size and spec.offload is None
         self._share = fits and not fullgraph and not engine.whole
         self._made: list[_Piece] = []
         self._before: dict[str, list[_Step]] = {}  # by the kind of its first piece

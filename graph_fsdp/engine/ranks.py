@@ -161,7 +161,7 @@ def _facts(engine: Engine) -> list[str]:
     lines.append(f"regions {'whole' if engine.whole else 'cut'}")
     lines += ["CUDA graphs"] if engine.cuda_graphs is not None else []
     lines.append(f"reshard_after_forward {engine.reshard_after_forward}")
-    lines.append(f"mesh of {spec.replicas} replicas of {spec.world_size} ranks")
+    lines.append(f"mesh of {spec.mesh.replicas} replicas of {spec.mesh.world_size} ranks")
     for mesh in spec.own_meshes:
         names = [name for name, p in spec.parameters.items() if p.mesh == mesh]
         lines.append(f"{', '.join(names)} on mesh {mesh.name}, {mesh.replicas} replicas of {mesh.world_size} ranks")

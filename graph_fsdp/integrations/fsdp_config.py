@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.passes import default_pipeline
@@ -61,6 +62,11 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         raise UnsupportedError(
             "limit_all_gathers=False: gathers are scheduled ahead of time, never without limit; leave it out. A "
             "limit in bytes is compile_options={'passes': graph_fsdp.passes.default_pipeline(budget=…)}"
+        )
+    if getattr(plugin.mixed_precision_policy, "keep_low_precision_grads", False):
+        raise UnsupportedError(
+            "mixed_precision_policy: keep_low_precision_grads=True leaves gradients in reduce_dtype, and here they get "
+            "that of their parameters; leave it out"
         )
 
 
@@ -114,7 +120,7 @@ def compile_arguments(
         "mesh": mesh,
         "auto_wrap_policy": _auto_wrap_policy(plugin, model),
         "reshard_after_forward": reshard,
-        "mp_policy": _mp_policy(plugin.mixed_precision_policy, model),
+        "mp_policy": _mp_policy(plugin, model),
         "offload_policy": offload_policy,
         "ignored_params": _ignored(plugin.ignored_modules, model),
         "activation_checkpointing": checkpointing if plugin.activation_checkpointing else None,
@@ -128,13 +134,14 @@ def compile_arguments(
 @contextlib.contextmanager
 def prepared_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Iterator[None]:
     """Cast what FSDP casts for mixed precision, and undo it after an error: trainable parameters to float32, from which
-    ``param_dtype`` is then computed, and buffers to FSDP1's ``buffer_dtype``."""
+    ``param_dtype`` is then computed, and to FSDP1's ``buffer_dtype`` the buffers of modules in mixed precision."""
     policy = plugin.mixed_precision_policy
     dtypes: dict[Tensor, torch.dtype] = {}
     if policy is not None:
         dtypes = {p: torch.float32 for p in model.parameters() if p.requires_grad and p.is_floating_point()}
     if (dtype := getattr(policy, "buffer_dtype", None)) is not None:
-        dtypes |= {buffer: dtype for buffer in model.buffers() if buffer.is_floating_point()}
+        kept = {b for m in model.modules() if isinstance(m, _in_full_precision(plugin)) for b in m.buffers()}
+        dtypes |= {buffer: dtype for buffer in model.buffers() if buffer.is_floating_point() and buffer not in kept}
     before = [(tensor, tensor.data) for tensor in dtypes]
     for tensor, dtype in dtypes.items():
         tensor.data = tensor.data.to(dtype)
@@ -180,7 +187,15 @@ def _auto_wrap_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) 
     return {type(model)} if policy is None else policy  # NO_WRAP: one unit
 
 
-def _mp_policy(policy: MixedPrecision | MixedPrecisionPolicy | None, model: nn.Module) -> PrecisionPolicies:
+def _in_full_precision(plugin: FullyShardedDataParallelPlugin) -> tuple[type[nn.Module], ...]:
+    """Return the classes whose modules FSDP1 wraps by themselves, without mixed precision, where it wraps modules."""
+    policy = plugin.mixed_precision_policy
+    wraps = isinstance(policy, MixedPrecision) and plugin.auto_wrap_policy is not None
+    return compat.classes_in_full_precision(policy) if wraps else ()
+
+
+def _mp_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> PrecisionPolicies:
+    policy: MixedPrecision | MixedPrecisionPolicy | None = plugin.mixed_precision_policy
     if policy is None:
         return MixedPrecisionPolicy()
     if isinstance(policy, MixedPrecisionPolicy):
@@ -189,7 +204,9 @@ def _mp_policy(policy: MixedPrecision | MixedPrecisionPolicy | None, model: nn.M
     cast = policy.cast_forward_inputs or policy.cast_root_forward_inputs
     reduce_dtype = policy.reduce_dtype or policy.param_dtype  # FSDP1 means this by None, and FSDP2 not in every torch
     of_model = MixedPrecisionPolicy(policy.param_dtype, reduce_dtype, torch.float32, cast)
-    return lambda module: of_model if module is model else None
+    full = MixedPrecisionPolicy(torch.float32, torch.float32, policy.param_dtype, True)
+    classes = _in_full_precision(plugin)
+    return lambda module: of_model if module is model else full if isinstance(module, classes) else None
 
 
 def _ignored(modules: str | Iterable[nn.Module] | None, model: nn.Module) -> list[nn.Module] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
-from graph_fsdp.compat.pipelining import stage_backward
+from graph_fsdp import compat
 from graph_fsdp.module.unit_methods import place
 
 
@@ -64,7 +64,7 @@ class PipelineStage(TorchStage):
         engine, _ = place(model)
         if torch.is_grad_enabled() and not engine.finalization.manual:
             model.set_manual_backward_finalization(True)
-            if engine.spec.world_size > 1 and not engine.unsharded.unavailable():
+            if engine.spec.mesh.world_size > 1 and not engine.unsharded.unavailable():
                 model.set_reshard_after_backward(False)
         return super().forward_one_chunk(*args, **kwargs)
 
@@ -82,7 +82,7 @@ class PipelineStage(TorchStage):
             if is_divided and grads_of_outputs is None:  # torch has made a tuple of the loss
                 grads_of_outputs = (None,) * len(outputs)
             with place(self.submod)[0].division.deferring() if is_divided else nullcontext() as of_weights:
-                grads = stage_backward(outputs, grads_of_outputs, bwd_kwargs["input_values"])
+                grads = compat.stage_backward(outputs, grads_of_outputs, bwd_kwargs["input_values"])
         if last_backward and not hasattr(TorchStage, "perform_reduce_grad"):  # torch 2.9's schedules have no such step
             self._finalize()
         return grads, of_weights
@@ -103,7 +103,7 @@ class PipelineStage(TorchStage):
 
     def _finalize(self) -> None:
         model: Any = self.submod
-        if place(model)[0].spec.world_size > 1:
+        if place(model)[0].spec.mesh.world_size > 1:
             model.set_reshard_after_backward(True)
         model.finalize_backward()
         model.set_manual_backward_finalization(False)

@@ -83,7 +83,7 @@ def _checked(model: nn.Module, manager: Any, key: str) -> Engine:
     if not isinstance(key, str) or not key:
         raise TypeError(f"key must be a name, got {key!r}")
     spec = engine.spec
-    alone = [p.name for p in spec.parameters.values() if p.trainable and not p.empty and spec.mesh_of(p).ranks == 1]
+    alone = [p.name for p in spec.parameters.values() if p.trainable and not p.empty and p.mesh.ranks == 1]
     reasons = {
         f"it was called on the unit {unit!r}; call it on the model": bool(unit),
         "backend='xla' runs the collectives in the compiler's programs; compile with another": (
@@ -91,7 +91,7 @@ def _checked(model: nn.Module, manager: Any, key: str) -> Engine:
         ),
         "regions='whole' has the compiler run the collectives; compile with regions='cut'": engine.whole,
         "this replica group is one process, which reduces nothing; take torchft.DistributedDataParallel, or give a "
-        "group more ranks": spec.ranks == 1,
+        "group more ranks": spec.mesh.ranks == 1,
         f"parameter {alone[0] if alone else ''!r} is on no other rank of its mesh, and its gradient not reduced; give "
         "it a larger one (meshes=)": bool(alone),
         "an optimizer steps in backward (in_backward=True), before the manager says whether the step counts; "

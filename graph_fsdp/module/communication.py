@@ -47,7 +47,7 @@ class CommunicationMethods:
         check_bool(requires_gradient_sync=requires_gradient_sync, recurse=recurse)
         engine, units = place(self)[0], units_of(self, recurse)
         _check_cut(engine, "set_requires_gradient_sync")
-        if engine.spec.ranks == 1:
+        if engine.spec.mesh.ranks == 1:
             return  # there is nothing to reduce
         finalization, now = engine.finalization, engine.settings
         if finalization.manual:
@@ -63,7 +63,7 @@ class CommunicationMethods:
         check_bool(requires_all_reduce=requires_all_reduce, recurse=recurse)
         engine, units = place(self)[0], units_of(self, recurse)
         _check_cut(engine, "set_requires_all_reduce")
-        if engine.spec.replicas == 1:
+        if engine.spec.mesh.replicas == 1:
             warnings.warn(
                 "set_requires_all_reduce has no effect: nothing is replicated, so no gradient is all-reduced; "
                 "set_requires_gradient_sync leaves out the reduction there is",
@@ -105,7 +105,7 @@ class CommunicationMethods:
             raise UnsupportedError("clip_grad_norm_() is for ranks; with backend='xla' call torch's clip_grad_norm_")
         assert isinstance(self, nn.Module)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if engine.spec.ranks > 1:
+        if engine.spec.mesh.ranks > 1:
             what = f"norm {norm_type} of {len(gradients)} gradients"
             engine.schedules.begin("clip_grad_norm_()", "call", [what])
         with torch.no_grad(), engine.schedules.telling():
@@ -134,7 +134,7 @@ class CommunicationMethods:
         finalization = engine.finalization
         if finalization.manual == enabled:
             return
-        if engine.spec.ranks > 1:
+        if engine.spec.mesh.ranks > 1:
             every = units_of(self, True)
             if enabled:
                 finalization.unreduced = engine.settings.unsynced
@@ -204,9 +204,9 @@ class CommunicationMethods:
         assert mesh is not None, "gradients are reduced"
         if enable and not engine.own_reduce_group:
             engine.schedules.begin("set_separate_reduce_scatter_group()", "call")
-            engine.own_reduce_group = mesh.subgroup(mesh.world_size, "reductions").group_name
+            engine.own_reduce_group = mesh.subgroup(mesh.spec.world_size, "reductions").group_name
             if engine.cost is not None:
-                engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.group]
+                engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.spec.group]
         change(engine, own_reduce_group=enable)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -237,7 +237,7 @@ class CommunicationMethods:
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be a function of one tensor, or None, got {hook!r}")
         _check_reduced(engine, "set_all_reduce_hook")
-        if stream is not None and engine.spec.replicas > 1:
+        if stream is not None and engine.spec.mesh.replicas > 1:
             raise ValueError("stream cannot be set on a mesh that replicates: the hook follows the all-reduce there")
         now = engine.settings.hooked
         if hook is None:
@@ -311,7 +311,7 @@ def _keep_slots(module: object, method: str, kind: str, allocator: Callable[...,
     _check_cut(engine, method)
     if engine.spec.own_meshes:
         raise UnsupportedError(f"{method}() registers memory with the groups of one mesh, and parameters have others")
-    groups = [compat.resolve_group(name) for name in (engine.spec.group, engine.spec.reshard_group) if name]
+    groups = [compat.resolve_group(name) for name in (engine.spec.mesh.group, engine.spec.reshard_group) if name]
     made = SlotMemory(engine.storage.device, engine.counter, allocator(engine, groups))
     made.others = by_device if kind == "symmetric" else made.allocate
     for memory in engine.registered.values():
@@ -354,7 +354,7 @@ def _set_custom(module: object, name: str, comm: Any) -> None:
             f"{method}: mp_policy's reduce_dtype has the gradient of {quantized.name!r} sent as {quantized.sent_as} by "
             "an all-to-all, of which no ReduceScatter is a part; leave one of the two out"
         )
-    if engine.spec.world_size == 1:
+    if engine.spec.mesh.world_size == 1:
         warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=3)
     setattr(engine.comms, name, comm)
     change(engine, **{f"custom_{name}": comm is not None})
@@ -375,7 +375,7 @@ def _check_cut(engine: Engine, method: str) -> None:
 
 def _check_reduced(engine: Engine, method: str) -> None:
     _check_cut(engine, method)
-    if engine.spec.ranks == 1:
+    if engine.spec.mesh.ranks == 1:
         raise UnsupportedError(f"{method}() has no effect on one process, whose gradients are not reduced")
 
 

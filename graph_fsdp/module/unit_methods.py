@@ -159,5 +159,5 @@ def check_bool(**flags: object) -> None:
 
 
 def check_sharded(engine: Engine, method: str) -> None:
-    if engine.spec.world_size == 1 and engine.spec.ranks > 1:
+    if engine.spec.mesh.world_size == 1 and engine.spec.mesh.ranks > 1:
         raise UnsupportedError(f"{method}() is about gathers, and on this mesh every rank holds all parameters whole")

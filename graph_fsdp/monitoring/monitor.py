@@ -32,9 +32,9 @@ from torch.optim.optimizer import (
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.monitoring.comparison import Comparison, Measured, norm, straggler
-from graph_fsdp.monitoring.outputs import Output, Outputs, Server, checked, terminal, text_file
+from graph_fsdp.monitoring.monitored_step import MonitoredStep, on_host, peak_bytes, tokens_of
+from graph_fsdp.monitoring.outputs import Output, OutputList, Server, checked, terminal, text_file
 from graph_fsdp.monitoring.record import MonitorRecord
-from graph_fsdp.monitoring.step import Step, on_host, peak_bytes, tokens_of
 from graph_fsdp.parameters.gradient_norm import own_square
 from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.passes.ir.settings import is_count
@@ -115,7 +115,7 @@ def monitor(
         found += [text_file(path, name)] if path is not None else []
         found += [Server(host, port, name)] if port is not None else []
         found += outputs
-    return Monitor(model, every, Outputs(found), comparison, tokens)
+    return Monitor(model, every, OutputList(found), comparison, tokens)
 
 
 def _reports(model: nn.Module, comparison: Comparison) -> bool:
@@ -136,7 +136,7 @@ class Monitor:
     """Watches one model; :func:`graph_fsdp.monitor` makes it. ``last``: the last record, on the rank that reports."""
 
     def __init__(
-        self, model: nn.Module, every: int, outputs: Outputs, comparison: Comparison, tokens: CountTokens | None
+        self, model: nn.Module, every: int, outputs: OutputList, comparison: Comparison, tokens: CountTokens | None
     ) -> None:
         engine = engine_of(model)
         self.last: MonitorRecord | None = None
@@ -148,10 +148,10 @@ class Monitor:
         self._predicted: weakref.WeakKeyDictionary[Program, float | None] = weakref.WeakKeyDictionary()
         self._captures, self._recompilations = len(engine.graphs), 0
         self._number, self._evaluated = 0, True
-        self._now: Step | None = None
+        self._now: MonitoredStep | None = None
         self._end: Any = None  # of the step before
-        self._ended: deque[Step] = deque()  # steps that the device may not be through
-        self._counted: list[tuple[Step, float]] = []  # of the next record, with their seconds
+        self._ended: deque[MonitoredStep] = deque()  # steps that the device may not be through
+        self._counted: list[tuple[MonitoredStep, float]] = []  # of the next record, with their seconds
         self._due: tuple[MonitorRecord, Measured] | None = None  # a record that waits for other ranks' measurements
         this = weakref.ref(self)
         self._handles = [
@@ -217,7 +217,7 @@ class Monitor:
             self._end_step()
             self._number += 1
             begin = self._clock.mark() if self._evaluated else self._end
-            self._now, self._evaluated = Step(self._number, begin), False
+            self._now, self._evaluated = MonitoredStep(self._number, begin), False
             self._note_captures(self._now)  # of an evaluation
             self._report_due()
             self._read()
@@ -263,7 +263,7 @@ class Monitor:
             step.end = self._end = self._clock.mark()
             step.captured = self._note_captures(step) or step.captured
 
-    def _note_captures(self, step: Step) -> bool:
+    def _note_captures(self, step: MonitoredStep) -> bool:
         """Note the causes of captures since this was called last; return whether there were any."""
         engine = self._engine()
         captured = [] if engine is None else engine.graphs[self._captures :]
@@ -271,7 +271,7 @@ class Monitor:
         step.causes += tuple(str(graph.cause) for graph in captured if graph.cause.kind not in _EXPECTED)
         return bool(captured)
 
-    def _is_last(self, step: Step) -> bool:
+    def _is_last(self, step: MonitoredStep) -> bool:
         return step.number % self._every == 0
 
     def steps(self, optimizer: Optimizer) -> bool:

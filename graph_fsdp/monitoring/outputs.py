@@ -142,7 +142,7 @@ class Server:
         self._server.server_close()
 
 
-class Outputs:
+class OutputList:
     """Reports records to ``outputs``, one after the other."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:

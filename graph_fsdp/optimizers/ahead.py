@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, optim
+from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graph_fsdp.optimizers.slices import Run, Slice, Slices
+from graph_fsdp.optimizers.groups import parameters_of, shards_of
+from graph_fsdp.optimizers.slices import GroupStep, ShardSlice, Slices
 from graph_fsdp.parameters.shards import Storage
 
 
@@ -28,12 +29,11 @@ class Ahead(Slices):
 
     def __init__(self, optimizer: optim.Optimizer, count: int) -> None:
         super().__init__(optimizer)
-        self.ahead, stepped = count, _stepped_by(optimizer)
-        places = {shard: place for place, shard in enumerate(stepped)}
-        models = {
-            min(found): storage  # a set's order is not that of other ranks
-            for storage in Storage.installed
-            if (found := [places[id(p.shard)] for p in storage.parameters.values() if id(p.shard) in places])
+        self.ahead = count
+        places = {shard: place for place, shard in enumerate(_stepped_by(optimizer))}
+        models = {  # a set's order is not that of other ranks
+            min(places[id(p.shard)] for p in held.values()): storage
+            for storage, held in shards_of(parameters_of(optimizer))
         }
         self._units = [(models[place], models[place].updates.units_ahead(count)) for place in sorted(models)]
         members = [(p, units) for storage, units in self._units for p in storage.parameters.values()]
@@ -49,7 +49,7 @@ class Ahead(Slices):
         for storage, units in self._units:
             storage.updates.gather_ahead(stepped, units)
 
-    def joins(self, before: Slice, m: Slice) -> bool:
+    def joins(self, before: ShardSlice, m: ShardSlice) -> bool:
         return super().joins(before, m) and (id(before.p) in self._first) is (id(m.p) in self._first)
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
@@ -58,25 +58,15 @@ class Ahead(Slices):
         for storage, units in self._started:
             storage.updates.stepped(units)
 
-    def step_runs(
-        self,
-        groups: Sequence[dict[str, Any]],
-        runs: Sequence[Sequence[Run]],
-        others: Sequence[list[Tensor]],
-        own_step: Callable[[], Any],
-    ) -> None:
-        first, rest = (
-            [[run for run in of_group if bool(run.ids & self._first) is is_first] for of_group in runs]
-            for is_first in (True, False)
-        )
-        others_first, others_rest = (
-            [[p for p in of_group if (id(p) in self._first) is is_first] for of_group in others]
-            for is_first in (True, False)
-        )
-        super().step_runs(groups, first, others_first, own_step)
+    def step_runs(self, steps: Sequence[GroupStep], own_step: Callable[[], Any]) -> None:
+        super().step_runs([self._part(step, True) for step in steps], own_step)
         there = [(storage, units) for storage, units in self._units if not storage.is_away]
         self._started = [(storage, storage.updates.start_ahead(units)) for storage, units in there]
-        super().step_runs(groups, rest, others_rest, own_step)
+        super().step_runs([self._part(step, False) for step in steps], own_step)
+
+    def _part(self, step: GroupStep, is_first: bool) -> GroupStep:
+        runs = [run for run in step.runs if bool(run.ids & self._first) is is_first]
+        return GroupStep(step.group, runs, [p for p in step.others if (id(p) in self._first) is is_first])
 
 
 def drop_ahead(optimizer: optim.Optimizer) -> None:
@@ -86,4 +76,4 @@ def drop_ahead(optimizer: optim.Optimizer) -> None:
 
 
 def _stepped_by(optimizer: optim.Optimizer) -> list[int]:
-    return list(dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"]))
+    return list(dict.fromkeys(map(id, parameters_of(optimizer))))

@@ -13,11 +13,11 @@ from torch import optim
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.ahead import Ahead, drop_ahead
+from graph_fsdp.optimizers.groups import parameters_of, shards_of
 from graph_fsdp.optimizers.host_state import HostState, LoadsToHost
 from graph_fsdp.optimizers.in_backward import InBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
 from graph_fsdp.optimizers.slices import Slices, unshared
-from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes.analysis.optimizers import Stepping, known_as
 from graph_fsdp.passes.ir.settings import is_count
 
@@ -82,7 +82,9 @@ def distribute_optimizer(
             ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
-    for flag, value in (("in_backward", in_backward), ("offload_state", offload_state)):
+    flags = {"in_backward": in_backward, "offload_state": offload_state}
+    flags |= {} if element_wise is None else {"element_wise": element_wise}
+    for flag, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{flag} must be True or False, got {value!r}")
     if not is_count(gather_ahead, least=0):
@@ -176,9 +178,8 @@ def _tell_models(optimizer: optim.Optimizer, in_backward: bool, on_cpu: bool) ->
         for group in optimizer.param_groups
         for p in group["params"]
     }
-    for storage in Storage.installed:
-        held = storage.parameters.items()
-        storage.updates.stepping.update({name: by[id(p.shard)] for name, p in held if id(p.shard) in by})
+    for storage, held in shards_of(parameters_of(optimizer)):
+        storage.updates.stepping.update({name: by[id(p.shard)] for name, p in held.items()})
 
 
 def _not_ahead(units: int, why: str) -> UnsupportedError:

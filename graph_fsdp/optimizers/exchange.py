@@ -36,7 +36,7 @@ def is_sharding(placement: Placement) -> bool:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MatrixRanks:
     """The ranks that a matrix is exchanged among ([Note: two dimensions]): the dimension of ``mesh`` that shards it,
     and the one across lines, which shards it too where it ``divides``; None where there is none of several ranks."""
 
@@ -114,7 +114,7 @@ class Exchange:
     """Exchanges the tensors of ``works``, each of which a rank owns, in the order of these. Its methods are called in
     their order; each waits for what the one before has started."""
 
-    def __init__(self, ranks: Ranks, works: Sequence[tuple[tuple[int, int], Work]]) -> None:
+    def __init__(self, ranks: MatrixRanks, works: Sequence[tuple[tuple[int, int], Work]]) -> None:
         self._ranks = ranks
         self._functions = [(owner, function, len(values)) for owner, (function, values) in works]
         self._lines, self._line = ranks.place(ranks.across)

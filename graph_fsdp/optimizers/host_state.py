@@ -20,14 +20,14 @@ from torch import Tensor, nn, optim
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.slices import Run, Slice, Slices
+from graph_fsdp.optimizers.slices import GroupStep, Run, ShardSlice, Slices
 from graph_fsdp.runtime.comm.streams import stream_of
 
 
 class HostRun(Run):
     """Neighbours that are stepped as one parameter of the CPU."""
 
-    def __init__(self, members: Sequence[Slice]) -> None:
+    def __init__(self, members: Sequence[ShardSlice]) -> None:
         super().__init__(members)
         self._shards = self.param.data
         host = torch.empty_like(self._shards, device="cpu", pin_memory=True)
@@ -88,30 +88,24 @@ class HostState(Slices):
                 "offload_state=True: the parameters are on the CPU, and so is the optimizer's state; leave it out"
             )
 
-    def step_runs(
-        self,
-        groups: Sequence[dict[str, Any]],
-        runs: Sequence[Sequence[Run]],
-        others: Sequence[list[Tensor]],
-        own_step: Callable[[], Any],
-    ) -> None:
+    def step_runs(self, steps: Sequence[GroupStep], own_step: Callable[[], Any]) -> None:
         back: torch.Event | None = None
-        for group in groups:
-            group["params"] = []
+        for step in steps:
+            step.group["params"] = []
         try:
-            for group, in_group in zip(groups, runs, strict=True):
-                for run in in_group:
+            for step in steps:
+                for run in step.runs:
                     assert isinstance(run, HostRun)
-                    group["params"] = [run.param]
+                    step.group["params"] = [run.param]
                     run.wait()
                     own_step()
                     back = run.send_back()
-                group["params"] = []
+                step.group["params"] = []
         finally:  # also where a step raised, or was interrupted
             if back is not None:  # of one stream: the last is the end of all
                 torch.accelerator.current_stream().wait_event(back)
-        if any(others):
-            Slices.step_runs(self, groups, [[] for _ in groups], others, own_step)
+        if any(step.others for step in steps):
+            Slices.step_runs(self, [GroupStep(step.group, (), step.others) for step in steps], own_step)
 
 
 class LoadsToHost(optim.Optimizer):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, optim
 
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.optimizers.groups import parameters_of, restored, shards_of
 from graph_fsdp.optimizers.slices import Slices
 from graph_fsdp.parameters.gradients import as_gradient
 from graph_fsdp.parameters.sharded import ShardedParameter
-from graph_fsdp.parameters.shards import Storage
 
 
 class InBackward:
@@ -23,12 +23,11 @@ class InBackward:
 
     def __init__(self, optimizer: optim.Optimizer, own_step: Callable[[optim.Optimizer], Any]) -> None:
         self._slices, self._own_step = Slices(optimizer), own_step
-        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._found: list[tuple[Storage, dict[str, ShardedParameter]]] = []
-        for storage in Storage.installed:
-            members = {n: p for n, p in storage.parameters.items() if id(p.shard) in wanted and is_stepped(p)}
-            if members:
-                self._found.append((storage, members))
+        self._found = [
+            (storage, members)
+            for storage, held in shards_of(parameters_of(optimizer))
+            if (members := {name: p for name, p in held.items() if is_stepped(p)})
+        ]
         if not self._found:
             raise UnsupportedError(
                 "in_backward=True: no parameter of optimizer is sharded over several ranks, so that no reduction is to "
@@ -54,19 +53,16 @@ class InBackward:
             p = members[name]
             p.shard.grad = as_gradient(p, gradient)
         gradients.clear()
-        groups, state = optimizer.param_groups, optimizer.state
-        params = [group["params"] for group in groups]
+        state = optimizer.state
         own: defaultdict[Tensor, Any] = defaultdict(dict, {p: state[p] for p in stepped.values() if p in state})
         try:
-            optimizer.state = own
-            for group in groups:
-                group["params"] = [p for p in group["params"] if id(p) in stepped]
-            self._slices.step(optimizer, partial(self._own_step, optimizer))
+            with restored(optimizer):
+                optimizer.state = own
+                for group in optimizer.param_groups:
+                    group["params"] = [p for p in group["params"] if id(p) in stepped]
+                self._slices.step(optimizer, partial(self._own_step, optimizer))
         finally:
-            optimizer.state = state
             state.update(own)
-            for group, before in zip(groups, params, strict=True):
-                group["params"] = before
             for shard in stepped.values():
                 shard.grad = None
         members_of = next(storage for storage, found in self._found if found is members)

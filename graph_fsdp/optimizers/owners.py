@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.exchange import Exchange, Ranks, Work, is_sharding
-from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.optimizers.exchange import Exchange, MatrixRanks, Work, is_sharding
+from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored, shards_of
 from graph_fsdp.runtime.ranks.agreement import RunnableProgram, is_shared
 from graph_fsdp.runtime.ranks.lockstep import Lockstep, lockstep_of
 
@@ -41,10 +41,6 @@ MatrixRule: TypeAlias = Callable[
     [nn.Parameter, Tensor, dict[str, Any], dict[str, Any]], Generator[Work, Sequence[Tensor], None]
 ]
 
-NOT_COMPILED = (
-    "optimizer: none of its parameters is a shard of a model that graph_fsdp.compile was called on (with backend='xla' "
-    "it has others); make it of model.parameters() after compile"
-)
 BUCKET_NBYTES = 2**22  # of parameters for each rank; a bucket has at least one matrix for each rank
 _END = object()
 
@@ -75,7 +71,7 @@ def muon(
 MATRIX_WISE: dict[type[optim.Optimizer], MatrixRule] = {optim.Muon: muon}
 
 
-def ranks_of(name: str, p: nn.Parameter) -> Ranks | None:
+def ranks_of(name: str, p: nn.Parameter) -> MatrixRanks | None:
     """Return the ranks that a parameter is on; None where it is one, or the parameter a scalar. Raises UnsupportedError
     where more than two dimensions of a mesh shard it."""
     if not isinstance(p, DTensor) or not p.dim():
@@ -92,16 +88,16 @@ def ranks_of(name: str, p: nn.Parameter) -> Ranks | None:
         )
     replicating = [dim for dim in several if dim not in sharding]
     line, across = [*sharding, None][0], [*sharding[1:], *replicating, None][0]
-    return Ranks(mesh, line, across, divides=len(sharding) > 1) if several else None
+    return MatrixRanks(mesh, line, across, divides=len(sharding) > 1) if several else None
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _KnownParameter:
     """One parameter of a compiled model, the ranks that it is on, and what keeps the model's ranks in step."""
 
     name: str
     p: nn.Parameter
-    ranks: Ranks | None
+    ranks: MatrixRanks | None
     lockstep: Lockstep | None
 
 
@@ -111,7 +107,7 @@ class _Matrix:
 
     name: str
     p: nn.Parameter
-    ranks: Ranks
+    ranks: MatrixRanks
     lockstep: Lockstep | None
     steps: Generator[Work, Sequence[Tensor], None]
     owner: tuple[int, int] = (0, 0)
@@ -127,27 +123,22 @@ class Owners:
 
     def __init__(self, optimizer: optim.Optimizer, rule: MatrixRule) -> None:
         self._rule = rule
-        self._known: dict[int, _Known] = {}  # by the id of the parameter
-        self._find([p for group in optimizer.param_groups for p in group["params"]])
+        self._known: dict[int, _KnownParameter] = {}  # by the id of the parameter
+        self._find(parameters_of(optimizer))
         if not self._known:
             raise ValueError(NOT_COMPILED)
 
     @torch.no_grad()
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         """Step the matrices that are on several ranks by their owners, and call ``own_step`` for all others."""
-        groups = optimizer.param_groups
-        params = [group["params"] for group in groups]
-        self._find([p for members in params for p in members])
+        self._find(parameters_of(optimizer))
         matrices: list[_Matrix] = []
-        try:
-            for group, members in zip(groups, params, strict=True):
+        with restored(optimizer) as params:
+            for group, members in zip(optimizer.param_groups, params, strict=True):
                 found = [self._matrix(p, optimizer.state, group) for p in members]
                 matrices += filter(None, found)
                 group["params"] = [p for p, matrix in zip(members, found, strict=True) if matrix is None]
             own_step()
-        finally:
-            for group, members in zip(groups, params, strict=True):
-                group["params"] = members
         with contextlib.ExitStack() as stack:
             for lockstep in dict.fromkeys(m.lockstep for m in matrices if m.lockstep is not None):
                 stack.enter_context(lockstep.telling())
@@ -155,19 +146,18 @@ class Owners:
         increment_version([m.p for m in matrices])
 
     def _find(self, params: Sequence[nn.Parameter]) -> None:
-        wanted = {id(p): p for p in params if id(p) not in self._known}
-        for storage in Storage.installed if wanted else ():
-            for name, held in storage.parameters.items():
-                if (p := wanted.get(id(held.shard))) is not None:
-                    ranks = ranks_of(name, p)
-                    in_step = () if storage.mesh is None else storage.mesh.ranks
-                    if ranks is not None and ranks.divides:
-                        in_step = ranks.everyone
-                    lockstep = lockstep_of(in_step) if is_shared(in_step) else None
-                    if lockstep is not None and ranks is not None and ranks.divides:
-                        names = [ranks.group(dim).group_name for dim in (ranks.sharding, ranks.across)]
-                        lockstep.runs_on(names, p.device)
-                    self._known[id(p)] = _Known(name, p, ranks, lockstep)
+        for storage, found in shards_of(p for p in params if id(p) not in self._known):
+            for name, held in found.items():
+                p = held.shard
+                ranks = ranks_of(name, p)
+                in_step = () if storage.mesh is None else storage.mesh.ranks
+                if ranks is not None and ranks.divides:
+                    in_step = ranks.everyone
+                lockstep = lockstep_of(in_step) if is_shared(in_step) else None
+                if lockstep is not None and ranks is not None and ranks.divides:
+                    names = [ranks.group(dim).group_name for dim in (ranks.sharding, ranks.across)]
+                    lockstep.runs_on(names, p.device)
+                self._known[id(p)] = _KnownParameter(name, p, ranks, lockstep)
 
     def _matrix(self, p: nn.Parameter, state: Any, group: dict[str, Any]) -> _Matrix | None:
         """Return a parameter that has a gradient and is on several ranks as such; else None."""

@@ -28,7 +28,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.optimizers.owners import NOT_COMPILED
+from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored, shards_of
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes.ir.spec import aligned
 
@@ -41,7 +41,7 @@ def unshared(state: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Slice:
+class ShardSlice:
     """One parameter, and where its shard lies in a buffer: elements ``begin`` to ``end``, padding included."""
 
     p: nn.Parameter
@@ -50,7 +50,7 @@ class Slice:
     begin: int
     end: int
 
-    def touches(self, other: Slice) -> bool:
+    def touches(self, other: ShardSlice) -> bool:
         """Say whether this small shard comes right behind another small one."""
         small = self.local.nbytes <= SMALL and other.local.nbytes <= SMALL
         return small and self.buffer is other.buffer and self.begin == other.end
@@ -68,7 +68,7 @@ class Slice:
 class Run:
     """Neighbours that are stepped as one parameter, without padding where it is only one."""
 
-    def __init__(self, members: Sequence[Slice]) -> None:
+    def __init__(self, members: Sequence[ShardSlice]) -> None:
         self.members, (first, *others) = list(members), members
         self.parameters = [m.p for m in members]
         self.ids = frozenset(map(id, self.parameters))
@@ -143,30 +143,38 @@ def _is_like(value: Any, p: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == p.shape and (value.dim() > 0 or isinstance(value, DTensor))
 
 
+@dataclass(frozen=True)
+class GroupStep:
+    """What is stepped of one of an optimizer's groups: runs, and other parameters by themselves."""
+
+    group: dict[str, Any]
+    runs: Sequence[Run]
+    others: Sequence[Tensor]
+
+
 class Slices:
     """Knows where an optimizer's parameters lie in the shard storage, and which are stepped as one."""
 
-    make_run: Callable[[Sequence[Slice]], Run] = Run
+    make_run: Callable[[Sequence[ShardSlice]], Run] = Run
     ahead = 0  # units that a step gathers for the next forward
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._in_runs = set[int]()  # ids of parameters whose states may share values
         self.forget_buffers()
         Storage.holders.add(self)
-        self._find([p for group in optimizer.param_groups for p in group["params"]])
+        self._find(parameters_of(optimizer))
         if not self._slices:
             raise ValueError(NOT_COMPILED)
 
     def forget_buffers(self) -> None:
-        self._slices: dict[int, Slice] = {}  # by the id of the parameter, which is in it
+        self._slices: dict[int, ShardSlice] = {}  # by the id of the parameter, which is in it
         # By a group's ``fused`` and the ids of its parameters.
-        self._neighbours: dict[tuple[int, ...], tuple[list[list[Slice]], list[Tensor]]] = {}
+        self._neighbours: dict[tuple[int, ...], tuple[list[list[ShardSlice]], list[Tensor]]] = {}
         self._runs: dict[int, Run] = {}  # the run that a parameter was last in
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         """Call ``own_step`` with runs in the groups of ``optimizer``, and give their parameters their states."""
         groups, state = optimizer.param_groups, optimizer.state
-        params = [group["params"] for group in groups]
         runs = [self._runs_of(group, state) for group in groups]
         inside = set[int]().union(*(run.ids for in_group in runs for run in in_group))
         others: defaultdict[Any, Any] = defaultdict(dict)
@@ -174,29 +182,22 @@ class Slices:
             others[p] = state[p] if p.grad is None or id(p) not in self._in_runs else unshared(state[p])
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
         try:
-            optimizer.state = others
-            self.step_runs(groups, runs, [[p for p in members if id(p) not in inside] for members in params], own_step)
+            with restored(optimizer) as params:
+                optimizer.state = others
+                rest = [[p for p in members if id(p) not in inside] for members in params]
+                self.step_runs(list(map(GroupStep, groups, runs, rest)), own_step)
         finally:
-            optimizer.state = state
-            for group, members, in_group in zip(groups, params, runs, strict=True):
-                group["params"] = members
-                for run in in_group:
-                    run.clear_gradient()
-                    run.state = others.pop(run.param, run.state)
-                    run.give(state)
-                    increment_version(run.parameters)
+            for run in chain.from_iterable(runs):
+                run.clear_gradient()
+                run.state = others.pop(run.param, run.state)
+                run.give(state)
+                increment_version(run.parameters)
             state.update(others)
 
-    def step_runs(
-        self,
-        groups: Sequence[dict[str, Any]],
-        runs: Sequence[Sequence[Run]],
-        others: Sequence[list[Tensor]],
-        own_step: Callable[[], Any],
-    ) -> None:
+    def step_runs(self, steps: Sequence[GroupStep], own_step: Callable[[], Any]) -> None:
         """Step each group's runs and other parameters, all at once."""
-        for group, in_group, members in zip(groups, runs, others, strict=True):
-            group["params"] = [run.param for run in in_group] + members
+        for step in steps:
+            step.group["params"] = [run.param for run in step.runs] + list(step.others)
         own_step()
 
     def _runs_of(self, group: dict[str, Any], state: Any) -> list[Run]:
@@ -224,7 +225,7 @@ class Slices:
             return []
         return found
 
-    def _make_run(self, members: Sequence[Slice], state: Any) -> Run:
+    def _make_run(self, members: Sequence[ShardSlice], state: Any) -> Run:
         """Make a run of the first of ``members`` and what follows it without a gap and agrees with it."""
         states = [state.get(m.p, {}) for m in members]
         shared = _shared(states[0], members[0].p)
@@ -239,18 +240,18 @@ class Slices:
         self._in_runs |= run.ids
         return run
 
-    def joins(self, before: Slice, m: Slice) -> bool:
+    def joins(self, before: ShardSlice, m: ShardSlice) -> bool:
         """Say whether two shards may be stepped as one parameter."""
         return m.touches(before)
 
-    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[Slice]], list[Tensor]]:
+    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[ShardSlice]], list[Tensor]]:
         """Return a group's shards in the order in which they lie, large ones alone and small ones with what they touch,
         and its other parameters."""
         key = (fused, *map(id, params))
         if key not in self._neighbours:
             self._find(params)
             held = [self._slices[id(p)] for p in params if id(p) in self._slices]
-            found: list[list[Slice]] = []
+            found: list[list[ShardSlice]] = []
             for m in sorted(held, key=lambda m: (m.buffer.data_ptr(), m.begin)):
                 if found and self.joins(found[-1][-1], m) and not (fused and m.buffer.is_cpu):
                     found[-1].append(m)
@@ -260,17 +261,16 @@ class Slices:
         return self._neighbours[key]
 
     def _find(self, params: Iterable[Tensor]) -> None:
-        wanted = {id(p) for p in params} - self._slices.keys()
-        for storage in [held for held in Storage.installed if held.has_memory and held.buffers] if wanted else ():
+        for storage, held in shards_of(p for p in params if id(p) not in self._slices):
             buffers = {buffer.untyped_storage().data_ptr(): buffer for buffer in storage.buffers}
-            for p in storage.parameters.values():
+            for p in held.values() if storage.has_memory and storage.buffers else ():
                 local = compat.local_part(p.shard)
                 as_expected = local.dim() > 0 or isinstance(p.shard, DTensor)
-                if id(p.shard) in wanted and as_expected and type(local.data) is Tensor:
+                if as_expected and type(local.data) is Tensor:
                     begin = int(p.input.storage_offset())
                     end = begin + aligned(p.spec.shard_numel, p.spec.dtype)
                     buffer = buffers[p.input.untyped_storage().data_ptr()]
-                    self._slices[id(p.shard)] = Slice(p.shard, local, buffer, begin, end)
+                    self._slices[id(p.shard)] = ShardSlice(p.shard, local, buffer, begin, end)
 
 
 def _shared(state: dict[str, Any], p: Tensor) -> dict[str, Any]:

@@ -75,13 +75,11 @@ class ExtendedGather(nn.Module):
         p: ParameterSpec,
         parameter: Any,
         owner: nn.Module,
-        model: ModelSpec,
         mesh: DataParallelMesh | None,
         policy: MixedPrecisionPolicy,
     ) -> None:
         super().__init__()
         self.spec, self.policy = p, policy
-        self.world_size, self.groups = model.world_size, [model.group, model.replicate_group]
         (self.attribute,), self.context = parameter.__tensor_flatten__()
         self.subclass = type(parameter)
         # Not as submodules: the graph has their parameters as inputs of its own.
@@ -103,7 +101,7 @@ class ExtendedGather(nn.Module):
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 5:
             size = torch.Size(self.spec.shape)
             arguments += [size, tuple(torch.empty(size, device="meta").stride()), owner, self.policy]
-        with _OwnCollectives(self.spec.name, self.groups[0]):
+        with _OwnCollectives(self.spec.name, self.spec.mesh.group):
             inputs, metadata = local.fsdp_pre_all_gather(*arguments)
         payloads: list[Tensor] = []
         for value in inputs:
@@ -134,7 +132,7 @@ class ExtendedGather(nn.Module):
             payloads, dtypes, metadata = self.pre(local, shard)
             if any(type(v) not in (Tensor, compat.FakeTensor) for v in payloads):
                 raise UnsupportedError(f"{_PRE} of parameter {p.name!r} must return plain tensors to gather")
-            whole = [v.new_empty((v.shape[0] * self.world_size, *v.shape[1:])) for v in payloads]
+            whole = [v.new_empty((v.shape[0] * p.world_size, *v.shape[1:])) for v in payloads]
             full = self.post(local, whole, dtypes, metadata)
         traceable: bool = compat.is_traceable_wrapper_subclass(full)
         if type(full) not in (Tensor, compat.FakeTensor) and not traceable:
@@ -148,9 +146,7 @@ class ExtendedGather(nn.Module):
                 f"{_POST} of parameter {p.name!r} makes {found[1]}{list(found[0])}, not {due[1]}{list(due[0])}"
             )
         return tuple(
-            ParameterSpec(
-                f"{p.name}#{index}", p.unit, tuple(v.shape), v.dtype, v.dtype, v.dtype, False, self.world_size
-            )
+            ParameterSpec(f"{p.name}#{index}", p.unit, tuple(v.shape), v.dtype, v.dtype, v.dtype, False, p.mesh)
             for index, v in enumerate(whole)
         )
 
@@ -166,16 +162,16 @@ class _GatherByExtension(torch.autograd.Function):
         local = extension.local(shard)
         payloads, dtypes, metadata = extension.pre(local, shard)
         gathered = [
-            gather_param(value, list(p.shape), p.dtype, p.dtype, p.name, extension.groups[0])
+            gather_param(value, list(p.shape), p.dtype, p.dtype, p.name, p.mesh.group)
             for value, p in zip(payloads, extension.payloads, strict=True)
         ]
         return extension.post(local, gathered, dtypes, metadata)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        p, groups = ctx.extension.spec, ctx.extension.groups
-        arguments = (ctx.shard_shape, ctx.dtype, p.reduce_dtype, p.name, groups[0], *filter(None, groups[1:]))
-        return reduce_grad(grad, *arguments), None
+        p: ParameterSpec = ctx.extension.spec
+        replicas = filter(None, [p.mesh.replicate_group])
+        return reduce_grad(grad, ctx.shard_shape, ctx.dtype, p.reduce_dtype, p.name, p.mesh.group, *replicas), None
 
 
 class _OwnCollectives(compat.TorchDispatchMode):
@@ -211,7 +207,7 @@ def extend(
 ) -> tuple[ModelSpec, dict[str, ExtendedGather]]:
     """Return the model with the payloads of its extended parameters, in buckets, and what gathers each parameter."""
     gathers = {
-        name: ExtendedGather(spec.parameters[name], p, owners[name][0][0], spec, mesh, policy_of(name))
+        name: ExtendedGather(spec.parameters[name], p, owners[name][0][0], mesh, policy_of(name))
         for name, p in originals.items()
         if spec.parameters[name].extended
     }

@@ -80,7 +80,7 @@ class ModulePolicies:
     def check_sharded(self, spec: ModelSpec) -> None:
         """Refuse gradients of 8 bits that only replicas would exchange."""
         for p in spec.parameters.values():
-            if p.sent_as and p.trainable and p.world_size == 1 and spec.mesh_of(p).replicas > 1:
+            if p.sent_as and p.trainable and p.world_size == 1 and p.mesh.replicas > 1:
                 raise UnsupportedError(
                     f"mp_policy: reduce_dtype={p.sent_as} quantizes gradients on their way to the ranks that shard, "
                     f"and parameter {p.name!r} is not sharded; over replicas gradients are reduced in float32: leave "

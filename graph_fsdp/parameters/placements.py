@@ -68,7 +68,7 @@ def shard_dims(
     for p, (name, *_) in names.items():
         if name in placements:
             own = mesh.of_parameter(name) if mesh is not None else None
-            dim = _dimension(placements[name], name, p, own.world_size if own is not None else 1)
+            dim = _dimension(placements[name], name, p, own.spec.world_size if own is not None else 1)
             if dim and own is not None and own.shard_dim is not None:
                 found[name] = dim
     return found

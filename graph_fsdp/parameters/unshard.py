@@ -117,7 +117,7 @@ class UnshardedUnits:
         offsets = [bucket.offsets[p.spec.name] for p in members]
         numels = [p.spec.shard_numel for p in members]
         layout = GatherLayout.make(offsets, numels, bucket.shard_numel, bucket.world_size, bucket.message_arguments())
-        group = compat.resolve_group(self.storage.spec.mesh_of(bucket.parameters[0]).group)
+        group = compat.resolve_group(bucket.mesh.group)
         self.counter.count("all_gather")
         return start_all_gather([p.input for p in members], layout, dtype, group)
 

@@ -3,9 +3,9 @@
 from graph_fsdp.passes.analysis.simulate import Conditions
 from graph_fsdp.passes.analysis.simulate import simulate as run
 from graph_fsdp.planning.dimensions import Dimensions
-from graph_fsdp.planning.pipeline import PipelinePlan, Stage, plan_pipeline
 from graph_fsdp.planning.prediction import Plan, plan
 from graph_fsdp.planning.search import Candidate, Choice, Search, search, search_pipelines
+from graph_fsdp.planning.stages import PipelinePlan, Stage, plan_pipeline
 from graph_fsdp.planning.tracing import Traced, trace
 
 __all__ = [

@@ -159,7 +159,7 @@ class Allocations:
 
 
 @dataclass
-class Step:
+class StepAllocations:
     """Describes a training step as allocations. Bytes: ``persistent`` from before the first step, the optimizer's
     ``states`` from its first step on, and its ``temporaries`` until each step's end."""
 
@@ -169,7 +169,7 @@ class Step:
     temporaries: Sequence[int] = ()
 
 
-def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int, temporaries: int) -> Step:
+def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int, temporaries: int) -> StepAllocations:
     """Plan a step whose optimizer keeps ``kept`` values per parameter, and allocates ``temporaries`` each step."""
     first = graphs.get("forward") or graphs["inference"]
     forward = allocations(first, context)
@@ -191,10 +191,10 @@ def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int,
         trainable = [p.shard_numel * p.dtype.itemsize for p in parameters if p.trainable]
         if not shards_on_device(context):  # their optimizer keeps its state where they are
             trainable = []
-    return Step(found, [shards_on_device(context)], trainable * kept, trainable * temporaries)
+    return StepAllocations(found, [shards_on_device(context)], trainable * kept, trainable * temporaries)
 
 
-def replay(step: Step, *, expandable_segments: bool = False) -> Reserved:
+def replay(step: StepAllocations, *, expandable_segments: bool = False) -> Reserved:
     """Replay steps until one reserves nothing more, at most six."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     for nbytes in step.persistent:

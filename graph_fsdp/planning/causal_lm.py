@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.planning.dimensions import Dimensions
-from graph_fsdp.planning.pipeline import Stage
+from graph_fsdp.planning.stages import Stage
 
 _ATTENTION = "graph_fsdp_planned"  # as transformers knows it
 _LATENT = {"self_attn.q_b_proj": "colwise", "self_attn.kv_b_proj": "colwise", "self_attn.o_proj": "rowwise"}

@@ -18,7 +18,7 @@ from graph_fsdp.passes.analysis.memory import shards_on_device
 from graph_fsdp.passes.analysis.optimizers import OPTIMIZERS, optimizer_seconds
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
 from graph_fsdp.passes.pipeline import collector_paused
-from graph_fsdp.planning.allocator import Reserved, Step, planned_step, replay
+from graph_fsdp.planning.allocator import Reserved, StepAllocations, planned_step, replay
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.tracing import Traced, find_dimensions, trace
 from graph_fsdp.report.report import GraphReport
@@ -143,7 +143,7 @@ class Plan(GraphReport):
         """Return what torch's caching allocator reserves: ``peak_nbytes`` with gradients and free blocks."""
         return replay(self.step(), expandable_segments=self.expandable_segments)
 
-    def step(self) -> Step:
+    def step(self) -> StepAllocations:
         """Return what a step allocates and frees."""
         traffic = OPTIMIZERS[self.optimizer]
         return planned_step(self.traced.graphs, self.traced.context, traffic.kept, traffic.temporaries)

@@ -13,8 +13,8 @@ from graph_fsdp.errors import BudgetError, MeshError, UnsupportedError
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
 from graph_fsdp.passes.transforms.arrange import BucketSize
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
-from graph_fsdp.planning.pipeline import PipelinePlan, Stage, plan_pipeline
 from graph_fsdp.planning.prediction import Plan, plan
+from graph_fsdp.planning.stages import PipelinePlan, Stage, plan_pipeline
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def search(
     model_fn: Callable[[], nn.Module],
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
-    mesh_shapes: Sequence[Sequence[int]],
+    mesh_shapes: Sequence[Mapping[str, int] | Sequence[int] | Dimensions],
     hardware: str | Hardware,
     memory: int | None = None,
     reshards: Sequence[bool | None] = (None, True, False),
@@ -146,7 +146,8 @@ def search(
             )
     if memory is not None and memory <= 0:
         raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
-    axes: tuple[Sequence[Any], ...] = ([tuple(m) for m in mesh_shapes], reshards, buckets, checkpointings)
+    shapes = [tuple(m) if isinstance(m, Sequence) else Dimensions.of(m) for m in mesh_shapes]
+    axes: tuple[Sequence[Any], ...] = (shapes, reshards, buckets, checkpointings)
     choices = [Choice(*values) for values in itertools.product(*axes)]
     if not choices:
         raise ValueError("nothing to search: mesh_shapes, reshards, buckets and checkpointings need a value each")

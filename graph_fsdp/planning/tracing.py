@@ -225,7 +225,7 @@ def _meshes(dimensions: Dimensions, device: torch.device) -> dict[str, DeviceMes
 def _keep_gradients(model: Any, engine: Any) -> None:
     """Set what a pipeline sets (``integrations/pipelining.py``): gradients are kept, and parameters whole."""
     model.set_manual_backward_finalization(True)
-    if engine.spec.world_size > 1 and not engine.unsharded.unavailable():
+    if engine.spec.mesh.world_size > 1 and not engine.unsharded.unavailable():
         for unit, members in engine.unsharded.members.items():
             values = {p.spec.name: (p.spec.shape, p.spec.param_dtype, p.input.device) for p in members}
             engine.unsharded.note_versions(unit)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
 FORMAT = 2  # of the files
-_GROUPS = ("group", "replicate_group", "reshard_group", "own_reduce_group")
 _NUMBERED = re.compile(r"graph_fsdp_forward_\d+")  # a function of this process (engine/dynamo.py)
 _OF_PYTHON = ("_operator.", "operator.", "math.", "builtins.")
 _TRACED_IN = ("Autograd", "CompositeImplicit")  # dispatch keys whose functions a trace sees through
@@ -41,10 +40,10 @@ _TRACED_IN = ("Autograd", "CompositeImplicit")  # dispatch keys whose functions 
 
 def names_of(spec: ModelSpec, device: torch.device) -> Names:
     """Return what the process groups of a model are for, and its device."""
-    groups = {name: getattr(spec, name) for name in _GROUPS if getattr(spec, name)}
-    for mesh in spec.own_meshes:
-        groups |= {f"{name} of {mesh.name}": getattr(mesh, name) for name in _GROUPS[:2] if getattr(mesh, name)}
-    return Names(groups, device)
+    groups = {"reshard": spec.reshard_group, "reduce": spec.own_reduce_group}
+    for mesh in (spec.mesh, *spec.own_meshes):
+        groups |= {f"shard {mesh.name}": mesh.group, f"replicate {mesh.name}": mesh.replicate_group}
+    return Names({what: name for what, name in groups.items() if name}, device)
 
 
 def key_of(
@@ -155,9 +154,7 @@ def _neutral(spec: ModelSpec, names: Names) -> ModelSpec:
     """Return a spec with process groups called by what they are for."""
     of = {name: what for what, name in names.groups.items()}
 
-    def mesh(given: MeshSpec | None) -> MeshSpec | None:
-        if given is None:
-            return None
+    def mesh(given: MeshSpec) -> MeshSpec:
         group, replicate_group = (of.get(name, "") for name in (given.group, given.replicate_group))
         return dataclasses.replace(given, group=group, replicate_group=replicate_group)
 
@@ -166,9 +163,14 @@ def _neutral(spec: ModelSpec, names: Names) -> ModelSpec:
 
     known = {**parameters(spec.parameters), **parameters(spec.payloads)}
     buckets = tuple(dataclasses.replace(b, parameters=tuple(known[p.name] for p in b.parameters)) for b in spec.buckets)
-    groups: dict[str, Any] = {name: of.get(getattr(spec, name), "") for name in _GROUPS}
     return dataclasses.replace(
-        spec, parameters=parameters(spec.parameters), payloads=parameters(spec.payloads), buckets=buckets, **groups
+        spec,
+        parameters=parameters(spec.parameters),
+        payloads=parameters(spec.payloads),
+        buckets=buckets,
+        mesh=mesh(spec.mesh),
+        reshard_group=of.get(spec.reshard_group, ""),
+        own_reduce_group=of.get(spec.own_reduce_group, ""),
     )
 
 

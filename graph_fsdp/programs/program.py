@@ -15,6 +15,7 @@ from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import mutated_inputs
 from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.portable import Names, NotPortable, from_data, to_data
 from graph_fsdp.runtime.regions.kept_keys import cut_with_keys, keys_to_data
 from graph_fsdp.runtime.regions.regions import Step, cut
@@ -43,8 +44,7 @@ def describe_outputs(dynamo: fx.Graph, traced: fx.Graph, inputs: int, forward_ou
         raise NotPortable("it writes to its inputs, or returns views of what it computes")
     nodes = list(traced.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    given: Any = nodes[-1].args[0]
-    outputs = given[:forward_outputs]
+    outputs = operands(traced.output_node())[:forward_outputs]
     if any(source.op == "placeholder" for node in nodes for source in mutated_inputs(node)):
         raise NotPortable("it writes to its inputs")
     if not all(isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor) for node in outputs):

@@ -64,8 +64,8 @@ def report_data(
     return {
         "parameters": len(spec.parameters),
         "buckets": len(spec.buckets),
-        "world_size": spec.world_size,
-        "replicas": spec.replicas,
+        "world_size": spec.mesh.world_size,
+        "replicas": spec.mesh.replicas,
         "units": unit_data(spec),
         "step": step.lines() if step is not None else [],
         **{name: getattr(report, name) for name in _COUNTS},

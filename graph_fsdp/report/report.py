@@ -271,7 +271,7 @@ class GraphReport(report_text.Printed):
         """
         scheduled = [view.scheduled() for view in self._latest_run()]
         cost = scheduled[0].cost
-        title = f"predicted on {cost.hardware.name}, one of {self.spec.world_size * self.spec.replicas} ranks"
+        title = f"predicted on {cost.hardware.name}, one of {self.spec.mesh.ranks} ranks"
         step = self.step_predicted() if scheduled[-1].graph.phase == "backward" else None
         others = step.slices() if step is not None else ()
         write_text(path, json.dumps(predicted_trace(scheduled, self.spec, title, others)))

@@ -118,6 +118,5 @@ def _gather_seconds(unit: str, spec: ModelSpec, cost: CostModel) -> float:
         members = [p for p in bucket.parameters if p.unit == unit]
         if bucket.world_size > 1 and members:
             numel = sum(p.shard_numel for p in members) * bucket.world_size
-            group = spec.mesh_of(bucket.parameters[0]).group
-            found += cost.all_gather_seconds(numel * bucket.parameters[0].param_dtype.itemsize, group)
+            found += cost.all_gather_seconds(numel * bucket.parameters[0].param_dtype.itemsize, bucket.mesh.group)
     return found

@@ -178,11 +178,11 @@ def lane_of(start: fx.Node, spec: ModelSpec) -> str:
     """Name the lane that a collective or a copy runs on, as readers know it."""
     if start.target in dialect.STARTS:
         lanes = {
-            spec.replicate_group: "over replicas",
+            spec.mesh.replicate_group: "over replicas",
             **{mesh.group: f"over {mesh.name}" for mesh in spec.own_meshes},
             **{mesh.replicate_group: f"over replicas of {mesh.name}" for mesh in spec.own_meshes},
             spec.own_reduce_group: "reductions",
-            spec.group: "communication",
+            spec.mesh.group: "communication",
         }
         return lanes.get(dialect.group_of(start), "in subgroups")
     if dialect.is_model_collective(start):

@@ -38,7 +38,7 @@ REPLICATE, SHARD = "replicate", "fsdp"
 
 def with_constraints(pipeline: PassPipeline, mesh: XlaMesh) -> PassPipeline:
     """Return the pipeline with the pass that says how activations are sharded."""
-    batch = f"{REPLICATE},{SHARD}" if mesh.replicas > 1 else SHARD
+    batch = f"{REPLICATE},{SHARD}" if mesh.spec.replicas > 1 else SHARD
     constrain = ConstrainActivations(mesh_name(mesh.devices, (REPLICATE, SHARD)), batch)
     return pipeline.insert_after("insert_gathers", constrain)
 

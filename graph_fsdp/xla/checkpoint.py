@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from graph_fsdp.checkpoint.storage import TensorAccess
+from graph_fsdp.checkpoint.files import TensorAccess
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.xla.storage import XlaStorage
 

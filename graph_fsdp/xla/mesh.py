@@ -24,6 +24,7 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import MeshError
 from graph_fsdp.mesh import REPLICATE_NAMES, SHARD_NAMES, Mesh
 from graph_fsdp.passes import GroupShape
+from graph_fsdp.passes.ir.spec import MeshSpec
 from graph_fsdp.runtime.xla.operators import Placement, read_placement
 
 _REPLICATE_NAMES = REPLICATE_NAMES | {"dcn", "data"}
@@ -90,28 +91,17 @@ class XlaMesh(Mesh):
         return [read_placement(spec, self.ordinals) for spec in compat_xla.sharding_specs(tensors)]
 
     @property
-    def world_size(self) -> int:
-        return len(self.devices[0])
-
-    @property
-    def replicas(self) -> int:
-        return len(self.devices)
+    def spec(self) -> MeshSpec:
+        replicas = len(self.devices)
+        return MeshSpec("", "fsdp", len(self.devices[0]), "replicate" if replicas > 1 else "", replicas)
 
     @property
     def size(self) -> int:
-        return self.world_size * self.replicas
+        return self.spec.ranks
 
     @property
     def ordinals(self) -> tuple[int, ...]:
         return tuple(device for row in self.devices for device in row)
-
-    @property
-    def group(self) -> str:
-        return "fsdp"
-
-    @property
-    def replicate_group(self) -> str:
-        return "replicate" if self.replicas > 1 else ""
 
     @property
     def groups(self) -> dict[str, list[list[int]]]:
@@ -120,9 +110,10 @@ class XlaMesh(Mesh):
         return {"fsdp": [list(row) for row in self.devices], "replicate": columns}
 
     def group_shapes(self) -> dict[str, GroupShape]:
-        shapes = {"fsdp": GroupShape(self.world_size, 1)}
-        if self.replicas > 1:
-            shapes["replicate"] = GroupShape(self.replicas, self.world_size)
+        spec = self.spec
+        shapes = {"fsdp": GroupShape(spec.world_size, 1)}
+        if spec.replicas > 1:
+            shapes["replicate"] = GroupShape(spec.replicas, spec.world_size)
         return shapes
 
     @property
@@ -134,7 +125,7 @@ class XlaMesh(Mesh):
     def sharded(self) -> Placement:
         """Return the placement of parameters, their gradients and so the optimizer's state."""
         by_shard = tuple(device for column in zip(*self.devices, strict=True) for device in column)
-        return Placement(by_shard, self.world_size)
+        return Placement(by_shard, self.spec.world_size)
 
     @property
     def batch(self) -> Placement:

@@ -68,7 +68,8 @@ def describe_call(node: fx.Node) -> Hashable:
     described = [_describe_argument(argument, names) for argument in given]
     named = [(name, _describe_argument(argument, names)) for name, argument in node.kwargs.items()]
     values = [describe_value(source.meta["val"], storage=True) for source in names]
-    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu")]
+    kinds = ("cpu", "cuda", "xpu")
+    autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
     state = torch.is_grad_enabled(), torch.get_default_dtype(), *autocast
     return target, tuple(described), tuple(named), tuple(values), state
 

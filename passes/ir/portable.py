@@ -258,7 +258,7 @@ def from_data(data: Mapping[str, Any], names: Names, mode: Any) -> Graph:
 class _Reader:
     def __init__(self, data: Mapping[str, Any], names: Names, mode: Any) -> None:
         self._data, self._names = data, names
-        self._fake = compat.FakeTensors(mode)
+        self._mode = mode
         self._texts: list[str] = data["texts"]
         self._nodes: list[fx.Node] = []
         self._targets: dict[int, Any] = {}
@@ -344,5 +344,6 @@ class _Reader:
         if device not in self._devices:
             self._devices[device] = self._names.device_of(device)
         where = self._devices[device]
-        made = self._fake.in_memory(self._memory[memory], shape, stride, offset, _LITERALS[dtype], where)
+        lies_in = self._memory[memory], offset
+        made = compat.fake_tensor(self._mode, shape, stride, _LITERALS[dtype], where, *lies_in)
         return made.requires_grad_() if requires_grad else made

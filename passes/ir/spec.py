@@ -28,8 +28,8 @@ from graph_fsdp.passes.ir.dialect import aligned as aligned
 @dataclass(frozen=True)
 class MeshSpec:
     """Names the groups of ranks that hold a parameter. ``group``, of ``world_size`` ranks, shards; ``replicate_group``,
-    of ``replicas`` ranks, holds the same shards. A group of one rank communicates nothing. ``name``: of the mesh, the
-    same on all ranks, as the groups' need not be."""
+    of ``replicas`` ranks, holds the same shards. A group of one rank communicates nothing. ``name``: "" for the model's
+    mesh; of another the same on all ranks, as the groups' need not be."""
 
     name: str
     group: str
@@ -57,11 +57,14 @@ class ParameterSpec:
     param_dtype: torch.dtype  # of the gathered parameter
     reduce_dtype: torch.dtype  # of the gradient's reduction
     trainable: bool
-    world_size: int
+    mesh: MeshSpec
     shard_dim: int = 0
     extended: bool = False  # travels as payloads, which a tensor extension computes of it (sources.py)
-    mesh: MeshSpec | None = None  # of its own; None: the model's
     sent_as: torch.dtype | None = None  # of 8 bits: its gradient is quantized on the way to the ranks that shard
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
 
     @property
     def replicated(self) -> bool:
@@ -106,6 +109,11 @@ class ParameterSpec:
     def shard_numel(self) -> int:
         return math.prod(self.shard_shape)
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Return the bytes that it takes of its gathered bucket, padding included."""
+        return aligned(self.shard_numel, self.dtype) * self.world_size * self.param_dtype.itemsize
+
     def local_rows(self, rank: int) -> int:
         """Count the rows of the parameter that ``rank`` holds, without padding."""
         return max(0, min(self.chunk_rows, self.rows - rank * self.chunk_rows))
@@ -141,6 +149,10 @@ class BucketSpec:
     def shard_numel(self) -> int:
         return sum(aligned(p.shard_numel, p.dtype) for p in self.parameters)
 
+    @property
+    def gathered_nbytes(self) -> int:
+        return sum(p.gathered_nbytes for p in self.parameters)
+
     def message_arguments(self, scale: int = 1) -> list[int]:
         """Return ``messages`` of the bucket's ``all_gather_start``, in a shard that is ``scale`` times as large."""
         alone = self.parameters[0].shard_numel  # without the padding that follows it
@@ -154,8 +166,12 @@ class BucketSpec:
         return list(shared.values()) if len(shared) > 1 else []
 
     @property
+    def mesh(self) -> MeshSpec:
+        return self.parameters[0].mesh
+
+    @property
     def world_size(self) -> int:
-        return self.parameters[0].world_size
+        return self.mesh.world_size
 
 
 HOST = torch.device("cpu")
@@ -174,19 +190,16 @@ class Offload:
 class ModelSpec:
     """Describes the parameters of a model, its buckets in storage order, and the groups of ranks.
 
-    ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
-    group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
-    shards between forward and backward; 0 where there is none. ``own_reduce_group``: another group of the ranks of
-    ``group``, so that gathers do not queue with reductions; "" without one. ``offload``: None where shards are kept on
-    the device that they are gathered on. ``payloads``: what extended parameters travel as, in ``buckets`` too.
+    The ranks of ``mesh`` share a batch, and gradients are divided by their number. Parameters are on it but for those
+    that have another. ``reshard_group``, of ``reshard_size`` consecutive ranks of the group that shards, shards between
+    forward and backward; 0 where there is none. ``own_reduce_group``: another group of the ranks that shard, so that
+    gathers do not queue with reductions; "" without one. ``offload``: None where shards are kept on the device that
+    they are gathered on. ``payloads``: what extended parameters travel as, in ``buckets`` too.
     """
 
     parameters: dict[str, ParameterSpec]
     buckets: tuple[BucketSpec, ...]
-    group: str  # name of the process group
-    world_size: int
-    replicate_group: str = ""
-    replicas: int = 1
+    mesh: MeshSpec
     reshard_group: str = ""
     reshard_size: int = 0
     own_reduce_group: str = ""
@@ -202,23 +215,10 @@ class ModelSpec:
         """Return the parameter or the payload of this name."""
         return self.payloads[name] if name in self.payloads else self.parameters[name]
 
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks that share a batch, by which gradients are divided: those of the model's mesh."""
-        return self.world_size * self.replicas
-
-    @cached_property
-    def mesh(self) -> MeshSpec:
-        """Return the mesh of the parameters that have none of their own."""
-        return MeshSpec("", self.group, self.world_size, self.replicate_group, self.replicas)
-
-    def mesh_of(self, p: ParameterSpec) -> MeshSpec:
-        return p.mesh or self.mesh
-
     @cached_property
     def own_meshes(self) -> tuple[MeshSpec, ...]:
         """Return the meshes that only some parameters have, in order of registration."""
-        return tuple(dict.fromkeys(p.mesh for p in self.parameters.values() if p.mesh is not None))
+        return tuple(dict.fromkeys(p.mesh for p in self.parameters.values() if p.mesh != self.mesh))
 
     def reduce_group(self, mesh: MeshSpec) -> str:
         """Return the group of the ranks that shard over a mesh, for their gradients."""
@@ -226,15 +226,14 @@ class ModelSpec:
 
     def reduce_groups(self, p: ParameterSpec) -> tuple[str, ...]:
         """Return the groups over which a gradient is reduced, in order."""
-        mesh = self.mesh_of(p)
-        groups = ((self.reduce_group(mesh), mesh.world_size), (mesh.replicate_group, mesh.replicas))
+        groups = ((self.reduce_group(p.mesh), p.world_size), (p.mesh.replicate_group, p.mesh.replicas))
         return tuple(name for name, size in groups if size > 1)
 
 
-def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:
+def make_model_spec(parameters: Iterable[ParameterSpec], mesh: MeshSpec) -> ModelSpec:
     """Describe a model with one bucket per unit, split where dtypes differ."""
     specs = {p.name: p for p in parameters}
-    return ModelSpec(specs, unit_buckets(specs.values()), group, world_size)
+    return ModelSpec(specs, unit_buckets(specs.values()), mesh)
 
 
 def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:

@@ -46,28 +46,26 @@ def arrange_buckets(
     if size == "unit":
         buckets = spec.unit_buckets(model.parameters.values())
         if cost is not None and cost.hardware.overlaps:
-            buckets = _divide_first(buckets, cost, model)
+            buckets = _divide_first(buckets, cost)
     elif size == "none":
         sharded = [p for p in model.parameters.values() if not p.replicated and not p.empty]
         buckets = spec.named_buckets((p.name, (p,)) for p in sharded)
     else:
         buckets = _capped_buckets(model, _saturating_size(model, cost, budget) if size == "auto" else int(size))
     if messages == "auto" and cost is not None:
-        buckets = tuple(_in_messages(bucket, cost, model) if bucket.world_size > 1 else bucket for bucket in buckets)
+        buckets = tuple(_in_messages(bucket, cost) if bucket.world_size > 1 else bucket for bucket in buckets)
     return dataclasses.replace(model, buckets=buckets)
 
 
-def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, model: ModelSpec) -> tuple[BucketSpec, ...]:
+def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel) -> tuple[BucketSpec, ...]:
     """Divide the first unit's bucket in about four, where the first takes at most 3/4 of the whole's time."""
     first = next((index for index, bucket in enumerate(buckets) if bucket.unit), None)
     if first is None or buckets[first].world_size == 1:
         return buckets
     whole = buckets[first]
-    group = model.mesh_of(whole.parameters[0]).group
-    nbytes = sum(map(gathered_nbytes, whole.parameters))
-    parts = _fill([[p] for p in whole.parameters], nbytes // _PARTS)
-    seconds = cost.all_gather_seconds(sum(map(gathered_nbytes, parts[0])), group)
-    if len(parts) == 1 or seconds > _WORTH * cost.all_gather_seconds(nbytes, group):
+    parts = _fill([[p] for p in whole.parameters], whole.gathered_nbytes // _PARTS)
+    seconds = cost.all_gather_seconds(_nbytes(parts[0]), whole.mesh.group)
+    if len(parts) == 1 or seconds > _WORTH * cost.all_gather_seconds(whole.gathered_nbytes, whole.mesh.group):
         return buckets
     runs = [list(bucket.parameters) for bucket in buckets]
     return spec.named_buckets((None, run) for run in (*runs[:first], *parts, *runs[first + 1 :]))
@@ -77,9 +75,9 @@ def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | Non
     if cost is None:
         raise ValueError("bucket='auto' needs a cost model; give the pipeline a hardware description")
     # Where nothing is sharded, buckets are those of the all-reduce over the replicas.
-    group = model.group if model.world_size > 1 else model.replicate_group
-    size = cost.saturating_bytes(group) if model.ranks > 1 else 0
-    units = [sum(map(gathered_nbytes, run)) for run in spec.unit_runs(model.parameters.values())]
+    group = model.mesh.group if model.mesh.world_size > 1 else model.mesh.replicate_group
+    size = cost.saturating_bytes(group) if model.mesh.ranks > 1 else 0
+    units = [_nbytes(run) for run in spec.unit_runs(model.parameters.values())]
     return max(1, min([size, max(units, default=0), *([budget // 2] if budget is not None else [])]))
 
 
@@ -94,12 +92,16 @@ def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
     return spec.named_buckets((None, members) for members in chosen)
 
 
+def _nbytes(parameters: Iterable[ParameterSpec]) -> int:
+    return sum(p.gathered_nbytes for p in parameters)
+
+
 def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
     """Put consecutive parts together while they stay within ``cap`` bytes."""
     filled: list[_Members] = []
     room = 0
     for part in parts:
-        nbytes = sum(gathered_nbytes(p) for p in part)
+        nbytes = _nbytes(part)
         if filled and nbytes <= room:
             filled[-1] += part
             room -= nbytes
@@ -109,21 +111,16 @@ def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
     return filled
 
 
-def gathered_nbytes(p: ParameterSpec) -> int:
-    """Count the bytes that a parameter takes of its gathered bucket, padding included."""
-    return spec.aligned(p.shard_numel, p.dtype) * p.world_size * p.param_dtype.itemsize
-
-
-def _in_messages(bucket: BucketSpec, cost: CostModel, model: ModelSpec) -> BucketSpec:
+def _in_messages(bucket: BucketSpec, cost: CostModel) -> BucketSpec:
     """Give a parameter a message of its own where that costs less than unpacking it from a common one. The others come
     last in the bucket and share one, unless unpacking all of them costs more than a message for each."""
-    group = model.mesh_of(bucket.parameters[0]).group
+    group = bucket.mesh.group
     alone: _Members = []
     shared: _Members = []
     for p in bucket.parameters:
-        unpacking = cost.copy_seconds(gathered_nbytes(p))
+        unpacking = cost.copy_seconds(p.gathered_nbytes)
         (alone if unpacking > cost.message_seconds(group) else shared).append(p)
-    unpacking = cost.copy_seconds(sum(map(gathered_nbytes, shared)))
+    unpacking = cost.copy_seconds(_nbytes(shared))
     if shared and unpacking > (len(shared) - 1) * cost.message_seconds(group):
         alone, shared = [*alone, *shared], []
     if not alone or len(bucket.parameters) == 1:

@@ -87,13 +87,13 @@ class Bucket(GraphPass):
 
 def _summary(graph: Graph, context: PassContext, gathered: int) -> str:
     model, reduced = context.model, len(graph.with_role(Role.REDUCE_START))
-    if model.ranks == 1:
+    if model.mesh.ranks == 1:
         return "one rank: each shard is the parameter, each gradient is its own mean"
     unsynced = (n for n in graph.with_role(Role.ACCUMULATE) if is_unsynced(_parameter(n, context), context))
     kept = sum(node.meta["fsdp"].nbytes for node in unsynced)
     whole = f", {kept:,} bytes of gradients kept whole" if kept else ""
     if all(p.world_size == 1 for p in model.parameters.values()):
-        return f"each shard is the parameter, {reduced} buckets reduced over {model.replicas} replicas{whole}"
+        return f"each shard is the parameter, {reduced} buckets reduced over {model.mesh.replicas} replicas{whole}"
     taken = f", {len(graph.taken)} taken from an earlier piece" if graph.taken else ""
     given = f", {len(graph.given)} given to a later one" if graph.given else ""
     return f"{gathered - len(graph.taken)} buckets gathered, {reduced} reduced{whole}{taken}{given}"
@@ -108,7 +108,7 @@ def _bucket_name(p: ParameterSpec, context: PassContext) -> str:
     if p.name in context.model.bucket_of:
         return context.bucket_of(p.name).name
     name = f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
-    name += "" if p.mesh is None else f"#on {p.mesh.name}"
+    name += f"#on {p.mesh.name}" if p.mesh.name else ""
     alike = (p.unit, p.dtype, p.mesh)
     parameters = context.model.parameters.values()
     scalars = (q for q in parameters if q.replicated and (q.unit, q.dtype, q.mesh) == alike)
@@ -154,7 +154,7 @@ def _gather(
     graph: Graph, context: PassContext, bucket: BucketSpec, nodes: list[fx.Node], positions: dict[fx.Node, int]
 ) -> None:
     model, custom = context.model, context.settings.custom_all_gather
-    group = model.mesh_of(bucket.parameters[0]).group
+    group = bucket.mesh.group
     by_name = {_parameter(n, context).name: n for n in nodes}
     used = [p for p in bucket.parameters if p.name in by_name]
     offsets, numels = [bucket.offsets[p.name] for p in used], [p.shard_numel for p in used]
@@ -220,12 +220,13 @@ def _reduce(graph: Graph, context: PassContext) -> None:
     positions = graph.positions()
     groups: _Groups = {}
     gradients: dict[fx.Node, fx.Node] = {}  # reduction → what takes its place
+    offloads = context.model.offload is not None
+    differs = context.model.mesh.ranks > 1 or offloads  # from the gradient of the parameter
     for node in graph.with_role(Role.REDUCE):
         p = _parameter(node, context)
-        if not p.empty and (context.model.mesh_of(p).ranks > 1 or context.model.offload is not None):
+        if not p.empty and (p.mesh.ranks > 1 or offloads):
             groups.setdefault(_bucket_name(p, context), []).append(node)
             continue
-        differs = context.model.ranks > 1 or context.model.offload is not None  # from the gradient of the parameter
         with graph.fx_graph.inserting_before(node):
             if p.empty and differs:
                 arguments, options = (operand(node), list(p.shard_shape)), {"dtype": p.dtype, **_device(node)}
@@ -259,7 +260,7 @@ def _reduce_bucket(
     # Autograd runs the gathers' adjoints last of all; the reduction can start as soon as the gradients exist.
     with graph.fx_graph.inserting_before(behind(graph, grads, positions)):
         begins = _begins(parameters)[:-1]
-        if model.mesh_of(parameters[0]).ranks > 1:
+        if parameters[0].mesh.ranks > 1:
             reduced, begins = _reduced(graph, context, grads, parameters, record)
             grads = [reduced]
         else:
@@ -280,7 +281,7 @@ def _reduced(
 ) -> tuple[fx.Node, list[int]]:
     """Insert a bucket's collectives; return the last flat result, and where in it each parameter's begins."""
     model, first, begins = context.model, parameters[0], _begins(parameters)[:-1]
-    mesh, group = model.mesh_of(first), model.reduce_group(model.mesh_of(first))
+    mesh, group = first.mesh, model.reduce_group(first.mesh)
     bucket, custom = model.bucket_of.get(first.name), context.settings.custom_reduce_scatter
     options, hooked = reduction_options(parameters, of.bucket, context)
     over: tuple[Any, ...]
@@ -312,7 +313,7 @@ def _reduced(
 
 def _of_batch(graph: Graph, grad: fx.Node, p: ParameterSpec, context: PassContext) -> fx.Node:
     """Divide a gradient that no other rank has a part of by the ranks of the batch, in the type of reductions."""
-    factor = dict(context.settings.divide_factors).get(p.unit, context.model.ranks)
+    factor = dict(context.settings.divide_factors).get(p.unit, context.model.mesh.ranks)
     if factor == 1:
         return grad
     return graph.call(aten.div.Tensor, (_cast(graph, grad, p.reduce_dtype), float(factor)))
@@ -326,8 +327,7 @@ def is_unsynced(p: ParameterSpec, context: PassContext) -> bool:
 
 def is_unreplicated(p: ParameterSpec, context: PassContext) -> bool:
     """Say whether a gradient is kept after its reduction over the ranks that shard."""
-    mesh = context.model.mesh_of(p)
-    return mesh.replicas > 1 and mesh.world_size > 1 and p.unit in context.settings.unreplicated
+    return p.mesh.replicas > 1 and p.world_size > 1 and p.unit in context.settings.unreplicated
 
 
 def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, bucket: str) -> fx.Node:
@@ -358,7 +358,7 @@ def reduction_options(
             "passes=default_pipeline(bucket='unit')"
         )
     factor, summed, hooked = found[0]
-    if factor is None and context.model.mesh_of(parameters[0]).ranks != context.model.ranks:
-        factor = float(context.model.ranks)
+    if factor is None and parameters[0].mesh.ranks != context.model.mesh.ranks:
+        factor = float(context.model.mesh.ranks)
     options = {"factor": factor, "summed": summed or None}
     return {key: value for key, value in options.items() if value is not None}, hooked

@@ -54,7 +54,7 @@ def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext
         target = f"gather_{p.name.replace('.', '_')}"
         graph.module.add_submodule(target, context.inputs.extensions[p.name])
         return graph.fx_graph.call_module(target, (shard,))
-    mesh, offload = context.model.mesh_of(p), context.model.offload
+    mesh, offload = p.mesh, context.model.offload
     replicate_group = mesh.replicate_group if mesh.replicas > 1 else ""
     device = offload.device if offload is not None else None
     dtypes = (p.param_dtype, p.reduce_dtype)

@@ -189,7 +189,7 @@ def _worth_keeping(gathers: Gathers, starts: list[fx.Node], budget: int | None, 
 
 def scale_of(context: PassContext) -> int:
     """Return how many chunks of a parameter a rank keeps, by which offsets and sizes grow."""
-    return context.model.world_size // context.model.reshard_size
+    return context.model.mesh.world_size // context.model.reshard_size
 
 
 def _keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:

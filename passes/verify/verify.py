@@ -133,7 +133,7 @@ class Verifier:
         if len(found) != len(expected):
             self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
         outputs = self.graph.outputs
-        is_checked = self.graph.phase == "backward" and self.context.model.ranks > 1
+        is_checked = self.graph.phase == "backward" and self.context.model.mesh.ranks > 1
         for index, name in self.gradients.items() if is_checked else ():
             value = outputs[index]
             roles = Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE, Role.UPDATE
@@ -228,7 +228,7 @@ class Verifier:
             if source.meta["fsdp"].bucket != bucket.name:
                 self._fail(_KEPT_INVARIANT, node, f"{node} is of bucket {bucket.name} and takes {source}")
         else:
-            due["group"] = model.mesh_of(bucket.parameters[0]).group
+            due["group"] = bucket.mesh.group
             self._arguments(node, {**due, **(numels if is_fetched else {})}, _GATHER_INVARIANT)
         if node.target is dialect.all_gather_start:
             invariant = "a bucket is gathered in the same messages on all ranks"
@@ -335,9 +335,9 @@ class Verifier:
         if phase not in ("joint", "backward") or "annotated" not in self.graph.facts:
             return
         bucketed = "bucketed" in self.graph.facts
-        if bucketed and self.context.model.ranks == 1:
+        if bucketed and self.context.model.mesh.ranks == 1:
             return
-        kept = {n for n, p in parameters.items() if p.empty or self.context.model.mesh_of(p).ranks == 1}
+        kept = {n for n, p in parameters.items() if p.empty or p.mesh.ranks == 1}
         expected = self.reduced - kept if bucketed else self.reduced
         if expected - seen or seen - expected:
             wrong = sorted(expected - seen) or sorted(seen - expected)

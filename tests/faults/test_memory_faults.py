@@ -17,7 +17,7 @@ from test_checkpoint_faults import small_disk, trained  # noqa: F401  (a fixture
 from torch.optim import AdamW
 
 from graph_fsdp import CheckpointError, RankFailure
-from graph_fsdp.checkpoint import exchange, folder, latest, load, save
+from graph_fsdp.checkpoint import bringing, folder, latest, load, save
 from graph_fsdp.checkpoint.hosts import VARIABLE, place_of
 
 SAVED_AT, STEPS = 2, 4
@@ -53,10 +53,10 @@ def killed(root: str, where: str) -> list[float]:
             saving = save(f"{runs}/step_{number}", model, optimizer, extra={"step": number}, memory=True)
     assert saving is not None and saving.done()
     if rank() == 1:
-        module = {"in the exchange": exchange, "before it renames": folder}.get(where)
+        module = {"in the exchange": bringing, "before it renames": folder}.get(where)
         if module is None:
             die()
-        setattr(module, {exchange: "_send", folder: "commit"}[module], die)
+        setattr(module, {bringing: "_send", folder: "commit"}[module], die)
     if where == "in a step":
         error = caught(lambda: step(model, optimizer))
         assert isinstance(error, RankFailure) and "rank 1" in str(error), repr(error)

@@ -29,6 +29,7 @@ from graph_fsdp.passes.analysis.memory import shard_nbytes, storages
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.prediction import Plan, plan
 
@@ -76,7 +77,7 @@ class StageFigures:
         traced, spec, context = made.traced, made.spec, made.traced.context
         cost, conditions = context.cost, made.conditions
         assert cost is not None
-        gather = sum(_gather_seconds(cost, bucket, spec) for bucket in spec.buckets) if traced.whole else 0.0
+        gather = gather_seconds(cost, spec) if traced.whole else 0.0
         finalization = traced.finalization
         reduce = simulate(finalization[0], cost, conditions).seconds if finalization else 0.0
         parameters = spec.parameters.values()
@@ -108,9 +109,9 @@ class StageFigures:
         )
 
 
-def _gather_seconds(cost: CostModel, bucket: Any, spec: Any) -> float:
-    nbytes = bucket.shard_numel * bucket.world_size * bucket.parameters[0].param_dtype.itemsize
-    return cost.all_gather_seconds(nbytes, spec.mesh_of(bucket.parameters[0]).group)
+def gather_seconds(cost: CostModel, spec: ModelSpec) -> float:
+    """Return the seconds in which all buckets are gathered, one after the other."""
+    return sum(cost.all_gather_seconds(bucket.gathered_nbytes, bucket.mesh.group) for bucket in spec.buckets)
 
 
 def _most(made: Plan) -> int:

@@ -16,9 +16,9 @@ from torch._guards import Source
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graph_fsdp.compat.dynamo import CHECKPOINT
-from graph_fsdp.compat.layer_copies import LayerTrace, check_body, fresh, name_in_stacks
-from graph_fsdp.compat.layer_guards import Differs, LayerGuards, is_under, tensor_facts
+from graph_fsdp.compat.layers.layer_copies import LayerTrace, check_body, fresh, name_in_stacks
+from graph_fsdp.compat.layers.layer_guards import Differs, LayerGuards, is_under, tensor_facts
+from graph_fsdp.compat.traces.torch_compile import CHECKPOINT
 
 NEW = (ValueMutationNew, AttributeMutationNew)  # of objects that the frame has made
 

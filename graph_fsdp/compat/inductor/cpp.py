@@ -21,7 +21,7 @@ from torch._dynamo.utils import dynamo_timed
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-from graph_fsdp.compat.inductor_probes import BuiltSource
+from graph_fsdp.compat.inductor.probes import BuiltSource
 
 log = logging.getLogger(__name__)
 

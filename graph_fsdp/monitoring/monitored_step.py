@@ -16,7 +16,7 @@ from graph_fsdp.runtime import Program
 
 
 @dataclass
-class Step:
+class MonitoredStep:
     """Holds what was noted of one step, in marks of the clock. ``waits``: of collectives, where they were timed.
     ``square`` and ``norm``: scalars on the CPU, which are written when the end is past."""
 

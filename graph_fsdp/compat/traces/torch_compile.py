@@ -42,7 +42,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
-from graph_fsdp.compat.quick_graphs import arguments_unsearched
+from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def quick_minimum_cuts() -> Iterator[None]:
     torch 2.15 has a cut of its own."""
     import networkx
 
-    from graph_fsdp.compat.minimum_cut import minimum_cut
+    from graph_fsdp.compat.traces.minimum_cut import minimum_cut
 
     with unittest.mock.patch.object(networkx, "minimum_cut", minimum_cut):
         yield
@@ -325,7 +325,9 @@ def traced_by_aot_autograd(
         raise _Traced(joint, num_fwd_outputs)
 
     def compile_inference(graph: torch.fx.GraphModule, _: Any) -> Any:
-        raise _Traced(graph, len(next(iter(reversed(graph.graph.nodes))).args[0]))
+        outputs: Any
+        (outputs,) = graph.graph.output_node().args
+        raise _Traced(graph, len(outputs))
 
     compiler = aot_autograd(
         fw_compiler=compile_inference,

@@ -15,9 +15,9 @@ from torch._dynamo.variables.nn_module import record_nn_module_stack
 from torch._guards import Source, TracingContext
 from torch._ops import HigherOrderOperator
 
-from graph_fsdp.compat.dynamo import CHECKPOINT
-from graph_fsdp.compat.layer_guards import Counterparts, Differs, LayerGuards, modules_of, tensor_facts
+from graph_fsdp.compat.layers.layer_guards import Counterparts, Differs, LayerGuards, modules_of, tensor_facts
 from graph_fsdp.compat.tensors import fake_tensor
+from graph_fsdp.compat.traces.torch_compile import CHECKPOINT
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._guards import Source
 
-from graph_fsdp.compat.layer_calls import NEW, Given, Recording, surroundings
-from graph_fsdp.compat.layer_copies import LayerTrace
-from graph_fsdp.compat.layer_guards import Counterparts, Differs
+from graph_fsdp.compat.layers.layer_calls import NEW, Given, Recording, surroundings
+from graph_fsdp.compat.layers.layer_copies import LayerTrace
+from graph_fsdp.compat.layers.layer_guards import Counterparts, Differs
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch._logging._internal import trace_log
 
-from graph_fsdp.compat.inductor_probes import read_note, write_note
+from graph_fsdp.compat.inductor.probes import read_note, write_note
 
 _SUFFIXES = (*importlib.machinery.all_suffixes(), ".cpp", ".ld")  # the last two of one file each
 

@@ -1,4 +1,4 @@
-"""Inductor compiles one region here. (Its scheduler, C++ compiler and devices: inductor_*.py.)"""
+"""Inductor compiles one region here; the files beside this one are imported when it does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch._guards import TracingContext, tracing
 
-from graph_fsdp.compat.dynamo import current_fake_mode
+from graph_fsdp.compat.traces.torch_compile import current_fake_mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    from graph_fsdp.compat.inductor_imports import quick_import
+    from graph_fsdp.compat.inductor.imports import quick_import
 
     with quick_import():
         import torch._inductor.lowering  # noqa: F401  # max_pool2d's decomposition takes it to be imported
@@ -35,9 +35,9 @@ def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def built_together() -> contextlib.AbstractContextManager[None]:
-    from graph_fsdp.compat import inductor_cpp
+    from graph_fsdp.compat.inductor import cpp
 
-    return inductor_cpp.built_together()
+    return cpp.built_together()
 
 
 def default_inductor_cache_directory() -> Path | None:
@@ -75,14 +75,15 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
-    from graph_fsdp.compat.inductor_devices import shared_by_devices
-    from graph_fsdp.compat.inductor_keys import know_torch, unlogged_keys_unprinted
-    from graph_fsdp.compat.inductor_scheduler import graph_order
+    from graph_fsdp.compat.inductor.devices import shared_by_devices
+    from graph_fsdp.compat.inductor.keys import know_torch, unlogged_keys_unprinted
+    from graph_fsdp.compat.inductor.scheduler import graph_order
 
     if (directory := inductor_cache_directory()) is not None:
         know_torch(directory)
-    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    outputs: Any = output.args[0]
+    output = module.graph.output_node()
+    outputs: Any
+    (outputs,) = output.args
     output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     is_backward, is_inference = phase == "backward", phase == "inference"
@@ -121,7 +122,7 @@ def _vectors_named(module: torch.fx.GraphModule) -> contextlib.AbstractContextMa
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    from graph_fsdp.compat.inductor_probes import remembered_probes
+    from graph_fsdp.compat.inductor.probes import remembered_probes
 
     values = [node.meta.get("val") for node in module.graph.nodes]
     on_host = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
