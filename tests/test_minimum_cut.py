@@ -61,6 +61,17 @@ def test_the_minimum_cut_of_a_random_graph_is_that_of_preflow_push(seed: int, mo
         assert minimum_cut.minimum_cut(graph, "source", "sink") == expected
 
 
+def test_a_network_is_what_networkx_makes_of_its_edges() -> None:
+    made, expected = minimum_cut.Network(), networkx.DiGraph()
+    for graph in (made, expected):
+        for begin, end, capacity in ((0, 1, 1), (1, 2, 2), (0, 1, 3), (2, 2, 4)):
+            graph.add_edge(begin, end, capacity=capacity)
+        graph.add_edge(0, 1, reason="of both")
+    assert dict(made.adjacency()) == dict(expected.adjacency()) == {n: dict(made[n]) for n in expected}
+    assert dict(made.reverse(copy=False).adjacency()) == dict(expected.reverse(copy=False).adjacency())
+    assert list(made.nodes(data=True)) == list(expected.nodes(data=True))
+
+
 def _of_layer(node: Any, layer: int) -> Any:
     return node if isinstance(node, str) else (node, layer)
 

@@ -125,3 +125,68 @@ def test_what_a_node_reads() -> None:
     node = graph.call_function(aten.cat.default, ([y, x, y],), {"dim": 1})
     assert list(compat.inputs_of(node)) == node.all_input_nodes == [y, x]
     assert compat.arguments_of(node) == (node.args, node.kwargs) == (([y, x, y],), {"dim": 1})
+
+
+def joint_graph() -> dict[str, fx.Node]:
+    """Return the nodes of a joint graph, with some that only backward reads, that nothing reads, and that write."""
+    graph = fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1")}
+
+    def add(name: str, *args: object, target: object = aten.mul.Tensor, tag: str | None = None) -> None:
+        nodes[name] = graph.call_function(target, tuple(nodes.get(arg, arg) for arg in args))
+        nodes[name].meta["partitioner_tag"] = tag
+
+    add("saved", "primals_1", "primals_1")
+    add("recomputed", "saved", 2)
+    add("unread", "recomputed", 3)
+    add("drawn", "saved", target=aten.bernoulli.default)
+    add("result", "saved", "primals_2")
+    add("gradient", "tangents_1", "recomputed", tag="is_backward")
+    add("other", "recomputed", "saved", tag="is_backward")
+    add("late", "recomputed", 5)
+    add("written", "tangents_1", 1, target=aten.add_.Tensor, tag="is_backward")
+    graph.output((nodes["result"], nodes["gradient"]))
+    return nodes
+
+
+def described(graph: fx.Graph) -> tuple[object, ...]:
+    """Return what a graph has, and how the next nodes of it are called."""
+    nodes = [(node.op, node.name, node.target, str(node.args), list(node.users), node.meta) for node in graph.nodes]
+    names = [graph.call_function(target, (1, 2)).name for target in (aten.mul.Tensor, aten.add.Tensor)]
+    return str(nodes), names
+
+
+SAVED = [("saved", "recomputed"), ("recomputed", "saved"), ("saved",), ("primals_1", "saved")]
+
+
+@pytest.mark.parametrize("given", SAVED)
+def test_forward_and_backward_are_taken_out_as_torch_takes_them(given: tuple[str, ...]) -> None:
+    def extracted() -> list[object]:
+        nodes = joint_graph()
+        joint = nodes["saved"].graph
+        extract = torch._functorch.partitioners._extract_graph_with_inputs_outputs
+
+        def of(inputs: tuple[str, ...], outputs: tuple[str, ...], phase: str) -> fx.Graph:
+            both = [[nodes[name] for name in names] for names in (inputs, outputs)]
+            return extract(joint, *both, [None] * len(outputs), phase)
+
+        primals = ("primals_1", "primals_2")
+        found: list[object] = [described(of(primals, ("result",), "forward"))]
+        backward = of((*given, "tangents_1"), ("gradient",), "backward")
+        unread = [node.name for node in backward.find_nodes(op="placeholder") if not node.users]
+        found += [str(backward), unread]
+        found.append(described(of(primals, ("result", *given), "forward")))
+        read = tuple(name for name in (*given, "tangents_1") if nodes[name].name not in unread)
+        found.append(str(of(read, ("gradient",), "backward")))
+        # An input that was read is left out, so that it is computed; and one that draws.
+        for inputs in (("saved", "recomputed", "drawn", "tangents_1"), ("saved", "drawn", "tangents_1")):
+            found.append(str(of(inputs, ("gradient",), "backward")))
+        for inputs in (("saved", "recomputed", "drawn", "tangents_1"), ("saved", "recomputed", "tangents_1")):
+            found.append(str(of(inputs, ("gradient",), "backward")))
+        # Nothing in it reads a tangent, so that it is not put in another order, and its names are counted as they are.
+        found.append(described(of(("saved", "recomputed"), ("other",), "backward")))
+        return found
+
+    with compat.quick_copies():
+        quick = extracted()
+    assert quick == extracted()

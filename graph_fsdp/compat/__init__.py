@@ -46,9 +46,9 @@ from graph_fsdp.compat.traces.checkpoints import checkpointed_functions as check
 from graph_fsdp.compat.traces.forwards import inputs_given_gradients as inputs_given_gradients
 from graph_fsdp.compat.traces.forwards import traced_as as traced_as
 from graph_fsdp.compat.traces.joint_traces import without_joint_trace as without_joint_trace
-from graph_fsdp.compat.traces.quick_graphs import arguments_of as arguments_of
 from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched as arguments_unsearched
-from graph_fsdp.compat.traces.quick_graphs import inputs_of as inputs_of
-from graph_fsdp.compat.traces.quick_graphs import parts_of as parts_of
 from graph_fsdp.compat.traces.quick_graphs import quick_copies as quick_copies
+from graph_fsdp.compat.traces.quick_nodes import arguments_of as arguments_of
+from graph_fsdp.compat.traces.quick_nodes import inputs_of as inputs_of
+from graph_fsdp.compat.traces.quick_nodes import parts_of as parts_of
 from graph_fsdp.compat.traces.torch_compile import *

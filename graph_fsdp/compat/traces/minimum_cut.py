@@ -66,6 +66,23 @@ def minimum_cut(graph: Any, source: Any, sink: Any) -> tuple[Any, tuple[set[Any]
     return value, (set(graph) - non_reachable, non_reachable)
 
 
+class Network(networkx.DiGraph):  # type: ignore[misc]
+    """Is networkx's graph, to which an edge is added, and of which one is read, without its caches and views."""
+
+    def add_edge(self, begin: Any, end: Any, **about: Any) -> None:
+        for node in (begin, end):
+            if node not in self._node:
+                self._node[node], self._succ[node], self._pred[node] = {}, {}, {}
+        following = self._succ[begin]
+        if end in following:
+            following[end].update(about)
+        else:
+            following[end] = self._pred[end][begin] = about
+
+    def __getitem__(self, node: Any) -> Any:
+        return self._succ[node]
+
+
 @dataclass(slots=True)
 class _Free:
     """Describes a node that is neither the source's nor the sink's: the capacity from the source, to the sink, and to

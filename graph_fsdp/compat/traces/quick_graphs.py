@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import types
 import unittest.mock
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,23 +17,13 @@ from torch.fx.immutable_collections import immutable_list
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_flatten
 
+from graph_fsdp.compat.traces.quick_extraction import Extractions
+from graph_fsdp.compat.traces.quick_nodes import parts_of
+
 # From torch 2.13 on each new node looks through the leaves of its arguments for symbolic sizes, to warn whoever has put
 # them there: here that is torch's own tracer. What ``torch.fx.graph`` knows of trees, but for such leaves.
 _TREES: Any = getattr(fx_graph, "pytree", None)
 _WITHOUT_LEAVES = _TREES and types.SimpleNamespace(**{**vars(_TREES), "tree_iter": lambda *_, **__: ()})
-
-# Returns the nodes that a node reads, in order, as ``all_input_nodes`` does, without a copy: not while it is changed.
-inputs_of: Callable[[torch.fx.Node], Collection[torch.fx.Node]] = operator.attrgetter("_input_nodes")
-
-# Returns a node's ``args`` and ``kwargs``.
-arguments_of: Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]] = operator.attrgetter(
-    "_args", "_kwargs"
-)
-
-# Returns a node's operation, target, ``args``, ``kwargs``, name and metadata.
-parts_of: Callable[[torch.fx.Node], tuple[str, Any, tuple[Any, ...], dict[str, Any], str, dict[str, Any]]] = (
-    operator.attrgetter("op", "target", "_args", "_kwargs", "name", "meta")
-)
 
 
 @contextlib.contextmanager
@@ -56,18 +45,9 @@ def quick_copies() -> Iterator[None]:
     """Let copies of a graph be taken for sound, and ask whether a node has an effect only where nothing reads it. The
     partitioner makes several copies of a joint graph, and checks each twice. A new node's metadata is filled in place:
     to give it other takes as long as to make the node. The backward graph, which the partitioner makes to see what it
-    reads, is made again only if it is to read less."""
+    reads, loses those inputs and is the backward graph."""
     eliminate = torch.fx.Graph.eliminate_dead_code
-    extract = partitioners._extract_graph_with_inputs_outputs
-    extractions: list[tuple[Any, torch.fx.Graph]] = []
-
-    def extracted(*args: Any, **kwargs: Any) -> torch.fx.Graph:
-        given = args, kwargs
-        made = next((graph for before, graph in extractions if before == given), None)
-        if made is None:
-            made = extract(*args, **kwargs)
-            extractions.append((given, made))
-        return made
+    extracted = Extractions(partitioners._extract_graph_with_inputs_outputs)
 
     def eliminated(graph: torch.fx.Graph, is_impure_node: Callable[[torch.fx.Node], bool] | None = None) -> bool:
         if is_impure_node is not None:
@@ -77,11 +57,32 @@ def quick_copies() -> Iterator[None]:
 
     def copied(graph: torch.fx.Graph, node: torch.fx.Node, to: Callable[[torch.fx.Node], Any] = lambda n: n) -> Any:
         op, target, args, kwargs, name, meta = parts_of(node)
+        if node in extracted.unread:
+            _take_name(graph, name)
+            return node
         made = _made(graph, name, op, target, torch.fx.map_arg(args, to), torch.fx.map_arg(kwargs, to), node.type)
         made.meta.update(meta)
         return made
 
+    def operators() -> Any:
+        types = default_operators()
+        for name in ("is_fusible", "is_compute_intensive", "is_random", "is_view", "is_recomputable"):
+            setattr(types, name, _asked_once(getattr(types, name), _identity_of_target))
+        return types
+
+    default_operators = partitioners.get_default_op_list
+    tagged = ("_must_be_in_forward", "_must_be_in_backward")
     with (
+        unittest.mock.patch.multiple(
+            partitioners,
+            config=_ReadOnce(partitioners.config),
+            get_default_op_list=operators,
+            get_aten_target=_asked_once(partitioners.get_aten_target, _identity_of_target),
+            **{name: _asked_once(getattr(partitioners, name), _identity_of_target_and_tag) for name in tagged},
+        ),
+        unittest.mock.patch.object(
+            compile_utils, "get_aten_target", _asked_once(compile_utils.get_aten_target, _identity_of_target)
+        ),
         unittest.mock.patch.object(partitioners, "_extract_graph_with_inputs_outputs", extracted),
         unittest.mock.patch.object(compile_utils, "tree_flatten", flattened),
         unittest.mock.patch.object(partitioners, "pytree", _QUICK_LEAVES),
@@ -90,6 +91,40 @@ def quick_copies() -> Iterator[None]:
         unittest.mock.patch.object(torch.fx.Graph, "lint", lambda self: None),
     ):
         yield
+
+
+class _ReadOnce:
+    """Has the attributes of ``of``, each as it was when it was read first: torch's settings are slow to read."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.__dict__[name] = getattr(self._of, name)
+        return value
+
+
+def _asked_once(ask: Callable[[torch.fx.Node], Any], identity: Callable[[torch.fx.Node], Any]) -> Any:
+    """Return ``ask``, which is called once for nodes of one ``identity``. The nodes are kept, and what they call."""
+    known: dict[Any, tuple[torch.fx.Node, Any]] = {}
+
+    def asked(node: torch.fx.Node) -> Any:
+        key = identity(node)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = node, ask(node)
+        return found[1]
+
+    return asked
+
+
+def _identity_of_target(node: torch.fx.Node) -> int:
+    """Say what a node calls, by identity: to hash an operator is a call of Python's."""
+    return id(node.target)
+
+
+def _identity_of_target_and_tag(node: torch.fx.Node) -> tuple[int, Any]:
+    return id(node.target), node.meta.get("partitioner_tag")
 
 
 # Types of arguments that are no trees.
@@ -118,19 +153,24 @@ def flattened(tree: Any) -> tuple[list[Any], Any]:
 def _made(graph: torch.fx.Graph, name: str, *described: Any) -> torch.fx.Node:
     """Do what torch's ``create_node`` does for a name that a graph has given and this one may have free, described by
     operation, target, args, kwargs and type."""
-    names = graph._graph_namespace
-    base, _, number = name.rpartition("_")
-    if base and number.isdecimal() and name not in names._used_names:
-        names._used_names.add(name)
-        names._base_count[base] = int(number)
-    else:
-        name = names.create_name(name, None)
+    name = _take_name(graph, name)
     made = torch.fx.Node(graph, name, *described)
-    names._obj_to_name[made] = name
+    graph._graph_namespace._obj_to_name[made] = name
     graph._insert(made)
     graph._find_nodes_lookup_table.insert(made)
     graph._len += 1
     return made
+
+
+def _take_name(graph: torch.fx.Graph, name: str) -> str:
+    """Do what the namespace's ``create_name`` does for such a name."""
+    names = graph._graph_namespace
+    base, _, number = name.rpartition("_")
+    if not (base and number.isdecimal()) or name in names._used_names:
+        return names.create_name(name, None)
+    names._used_names.add(name)
+    names._base_count[base] = int(number)
+    return name
 
 
 def leaves_of(*args: Any, **kwargs: Any) -> list[Any]:

@@ -105,9 +105,9 @@ def quick_minimum_cuts() -> Iterator[None]:
     torch 2.15 has a cut of its own."""
     import networkx
 
-    from graph_fsdp.compat.traces.minimum_cut import minimum_cut
+    from graph_fsdp.compat.traces.minimum_cut import Network, minimum_cut
 
-    with unittest.mock.patch.object(networkx, "minimum_cut", minimum_cut):
+    with unittest.mock.patch.multiple(networkx, minimum_cut=minimum_cut, DiGraph=Network):
         yield
 
 
