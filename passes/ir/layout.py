@@ -60,6 +60,16 @@ class Message:
         return [size for size in [*sizes, self.begin + self.numel - end] if size]
 
     @functools.cached_property
+    def neighbours(self) -> list[tuple[int, int, int]]:
+        """Return the runs of pieces of one size: where in the message a run begins, that size, and how many it has."""
+        runs = ((size, len(list(run))) for size, run in itertools.groupby(self.splits))
+        found, place = [], 0
+        for size, count in runs:
+            found.append((place, size, count))
+            place += count * size
+        return found
+
+    @functools.cached_property
     def cuts(self) -> tuple[int, ...]:
         """Return the beginning and ``splits``, equal for messages whose pieces have the same places."""
         return (self.begin, *self.splits)
