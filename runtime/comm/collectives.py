@@ -98,7 +98,7 @@ class Gather:
             landing = comm.allocate((self.numel,), dtype=self.dtype, device=device)
         elif numel := self.layout.landing_numel:
             landing = take_landing(numel, self.dtype, device)
-        unpacked: list[tuple[int, Message]] = []
+        unpacked: list[tuple[Tensor, int, Message]] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         used = 0
         for message, lands_in_place in self.messages:
@@ -108,7 +108,7 @@ class Gather:
             else:
                 assert landing is not None
                 target = landing if self.is_one else landing[used : used + world * numel]
-                unpacked.append((used, message))
+                unpacked += [(landing, used, message)] if message.offsets else []
                 used += world * numel
             pairs.append((target, source if self.is_one else source[begin : begin + numel]))
         buffers = [result] if landing is None else [result, landing]
@@ -126,10 +126,8 @@ class Gather:
 
         def finish() -> None:
             under_way.wait()
-            if landing is not None:
-                received, used = (_sendable(landing), _sendable(result)) if self.is_float8 else (landing, result)
-                for begin, message in unpacked:
-                    unpack(received, used, message, world, begin)
+            for received, begin, message in unpacked:
+                unpack(_sendable(received), _sendable(result), message, world, begin)
             if landing is not None and comm is None:
                 release(landing)
 
@@ -206,23 +204,23 @@ def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | N
 
 def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int, begin: int = 0) -> None:
     """Copy what lies from ``begin`` on in ``landing`` from rank-major (as gathered) to parameter-major (as used): in
-    one kernel where the device has one, on the CPU by one call, with one copy for all neighbours of one size."""
-    at, key = world * message.begin, (world, message.cuts)
+    one kernel where the device has one; on the CPU by one call, each run of chunks by one copy, and no gaps."""
+    row, key, start = message.numel, (world, message.cuts), message.begin
     if landing.is_cpu:
-        runs, row = message.neighbours, message.numel
-        received = (((world, count, size), (row, size, 1), begin + place) for place, size, count in runs)
-        used = (((world, count, size), (size, world * size, 1), at + world * place) for place, size, count in runs)
-        compat.foreach_copy(_views(buffer, key, used), _views(landing, (*key, begin), received))
+        runs = message.runs
+        rows = (((world, n, size), (row, step, 1), begin + at - start) for at, size, n, step in runs)
+        used = (((world, n, size), (size, world * step, 1), world * at) for at, size, n, step in runs)
+        compat.foreach_copy(_views(buffer, key, used), _views(landing, (*key, begin), rows))
         return
-    places = itertools.accumulate(message.splits, initial=0)
-    pieces = (((world, size), (size, 1), at + world * place) for place, size in zip(places, message.splits))
-    received = landing[begin : begin + world * message.numel].view(world, -1)
-    torch.split_with_sizes_copy(received, message.splits, dim=1, out=_views(buffer, key, pieces))
+    (sent,) = _views(landing, (*key, begin), [((world, row), (row, 1), begin)])
+    places = zip(itertools.accumulate(message.splits, initial=start), message.splits, strict=False)
+    pieces = _views(buffer, key, (((world, size), (size, 1), world * at) for at, size in places))
+    torch.split_with_sizes_copy(sent, message.splits, dim=1, out=pieces)
 
 
 def _views(memory: Tensor, key: Any, places: Iterable[Any]) -> list[Tensor]:
-    """Return views of a slot's buffer, each a shape, strides and an offset, which stay with it as it is used again.
-    There is no reference to the buffer itself in them."""
+    """Return views of a slot's buffer (shape, strides and offset of each), which stay with it as it is used again: for
+    what lands, and for what is used. There is no reference to the buffer itself in them."""
     known: dict[Any, list[Tensor]] = vars(memory).setdefault("pieces", {})
     if (views := known.get(key)) is None:
         views = known[key] = [compat.reinterpreted(memory, *place) for place in places]
