@@ -294,6 +294,46 @@ def test_what_is_unpacked_is_written_to_its_own_places(dtype: torch.dtype) -> No
     assert not slot[: 1 + RANKS * 16].any() and not buffer[RANKS * 32 :].any(), "other messages' are not written"
 
 
+def test_what_lands_in_a_buffer_that_was_unpacked_to_before_is_read_as_it_lands() -> None:
+    """Slots hold what lands, and what is used: one buffer may be both, one after the other, for messages that are
+    alike, and several messages land in one buffer."""
+    first, second = GatherLayout.make([0, 2, 4, 9, 12], [2, 2, 5, 3, 3], 15, 4, [0, 9, 9, 6]).messages
+    buffers = [torch.zeros(60), torch.zeros(60)]
+    for run in range(4):
+        landing, buffer = buffers if run % 2 else buffers[::-1]
+        torch.randn(60, out=landing)
+        expected = []
+        for message, begin in (first, 0), (second, 36):
+            collectives.unpack(landing, buffer, message, 4, begin)
+            rows = landing[begin : begin + 4 * message.numel].view(4, -1)
+            expected += [piece.reshape(-1) for piece in rows.split(message.splits, 1)]
+        assert torch.equal(buffer, torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "numels", "runs"),
+    [
+        ([0, 2, 4, 9], [2, 2, 5, 5], [(0, 2, 2, 2), (4, 5, 2, 5)]),
+        ([0, 4, 8, 13, 18], [3, 3, 3, 3, 2], [(0, 3, 3, 4), (13, 3, 1, 0), (18, 2, 1, 0)]),
+        ([1, 7, 7, 9], [2, 0, 2, 2], [(1, 2, 1, 0), (7, 0, 1, 0), (7, 2, 2, 2)]),
+    ],
+)
+def test_chunks_of_one_size_at_equal_distances_are_unpacked_by_one_copy(
+    offsets: list[int], numels: list[int], runs: list[tuple[int, int, int, int]]
+) -> None:
+    message = GatherLayout.make(offsets, numels, 20, 4).messages[0]
+    assert message.runs == runs
+    landing, buffer = torch.randn(80), torch.full((80,), -1.0)
+    collectives.unpack(landing, buffer, message, 4)
+    with Operators() as ran:
+        collectives.unpack(landing, buffer, message, 4)
+    assert ran.names == ["aten::_foreach_copy_"] and not ran.allocated
+    expected = torch.full((80,), -1.0)  # in gaps
+    for offset, numel in zip(offsets, numels, strict=True):
+        expected[4 * offset : 4 * (offset + numel)] = landing.view(4, 20)[:, offset : offset + numel].reshape(-1)
+    assert torch.equal(buffer, expected)
+
+
 def test_a_buffer_is_unpacked_as_each_message_says() -> None:
     """A slot's buffer is used again: by messages of equal places on more ranks, and of other places."""
     buffer = torch.zeros(48)

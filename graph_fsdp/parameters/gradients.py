@@ -27,8 +27,10 @@ def leaf_of_all() -> tuple[Tensor, Any]:
 def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
     """Return the padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
     trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
+    if not trained:
+        return [p.input for p in parameters]
     shards: Sequence[Tensor] = [p.shard for p in trained]
-    if trained and isinstance(trained[0].shard, DTensor):
+    if isinstance(trained[0].shard, DTensor):
         hooks = compat.hooks_of_others()
         for p in trained:
             # An accumulator that is not there yet has no hooks.
@@ -39,7 +41,7 @@ def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
     if len(trained) == len(parameters):
         return list(shards)
     linked = iter(shards)
-    return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
+    return [next(linked) if p.shard.requires_grad else p.input for p in parameters]
 
 
 # Gradients of what comes out of a node of autograd, and what returns (node, output) that each input came from → those

@@ -60,6 +60,20 @@ class Message:
         return [size for size in [*sizes, self.begin + self.numel - end] if size]
 
     @functools.cached_property
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Return the runs of chunks of one size at equal distances: where the first begins, in the bucket, that size,
+        how many there are, and their distance."""
+        found: list[tuple[int, int, int, int]] = []
+        for offset, numel in zip(self.offsets, self.numels, strict=True):
+            begin, size, count, distance = found[-1] if found else (0, -1, 0, 0)
+            since = offset - begin - (count - 1) * distance
+            if size == numel and (count == 1 or distance == since):
+                found[-1] = begin, size, count + 1, since
+            else:
+                found.append((offset, numel, 1, 0))
+        return found
+
+    @functools.cached_property
     def cuts(self) -> tuple[int, ...]:
         """Return the beginning and ``splits``, equal for messages whose pieces have the same places."""
         return (self.begin, *self.splits)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,7 +98,7 @@ class Gather:
             landing = comm.allocate((self.numel,), dtype=self.dtype, device=device)
         elif numel := self.layout.landing_numel:
             landing = take_landing(numel, self.dtype, device)
-        unpacked: list[tuple[Tensor, Message]] = []
+        unpacked: list[tuple[Tensor, int, Message]] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         used = 0
         for message, lands_in_place in self.messages:
@@ -108,8 +108,8 @@ class Gather:
             else:
                 assert landing is not None
                 target = landing if self.is_one else landing[used : used + world * numel]
+                unpacked += [(landing, used, message)] if message.offsets else []
                 used += world * numel
-                unpacked.append((target, message))
             pairs.append((target, source if self.is_one else source[begin : begin + numel]))
         buffers = [result] if landing is None else [result, landing]
         if self.casts or comm is not None or any(map(compat.is_symmetric, buffers)):
@@ -126,8 +126,8 @@ class Gather:
 
         def finish() -> None:
             under_way.wait()
-            for target, message in unpacked:
-                unpack(_sendable(target), _sendable(result), message, world)
+            for received, begin, message in unpacked:
+                unpack(_sendable(received), _sendable(result), message, world, begin)
             if landing is not None and comm is None:
                 release(landing)
 
@@ -202,18 +202,29 @@ def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | N
     return first.as_strided((layout.length,), (1,), begin) if in_place else None
 
 
-def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
-    """Copy from rank-major (as gathered) to parameter-major (as used), in one kernel where the device has one."""
-    # A slot's buffer is used again. In its views there is no reference to the buffer itself, which they go with.
-    known: dict[Any, list[Tensor]] = vars(buffer).setdefault("pieces", {})
-    key = world, message.cuts
-    if (pieces := known.get(key)) is None:
-        begins = itertools.accumulate(message.splits, initial=message.begin)
-        pieces = known[key] = [
-            compat.reinterpreted(buffer, (world, size), (size, 1), world * begin)
-            for begin, size in zip(begins, message.splits, strict=False)
-        ]
-    torch.split_with_sizes_copy(landing.view(world, -1), message.splits, dim=1, out=pieces)
+def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int, begin: int = 0) -> None:
+    """Copy what lies from ``begin`` on in ``landing`` from rank-major (as gathered) to parameter-major (as used): in
+    one kernel where the device has one; on the CPU by one call, each run of chunks by one copy, and no gaps."""
+    row, key, start = message.numel, (world, message.cuts), message.begin
+    if landing.is_cpu:
+        runs = message.runs
+        rows = (((world, n, size), (row, step, 1), begin + at - start) for at, size, n, step in runs)
+        used = (((world, n, size), (size, world * step, 1), world * at) for at, size, n, step in runs)
+        compat.foreach_copy(_views(buffer, key, used), _views(landing, (*key, begin), rows))
+        return
+    (sent,) = _views(landing, (*key, begin), [((world, row), (row, 1), begin)])
+    places = zip(itertools.accumulate(message.splits, initial=start), message.splits, strict=False)
+    pieces = _views(buffer, key, (((world, size), (size, 1), world * at) for at, size in places))
+    torch.split_with_sizes_copy(sent, message.splits, dim=1, out=pieces)
+
+
+def _views(memory: Tensor, key: Any, places: Iterable[Any]) -> list[Tensor]:
+    """Return views of a slot's buffer (shape, strides and offset of each), which stay with it as it is used again: for
+    what lands, and for what is used. There is no reference to the buffer itself in them."""
+    known: dict[Any, list[Tensor]] = vars(memory).setdefault("pieces", {})
+    if (views := known.get(key)) is None:
+        views = known[key] = [compat.reinterpreted(memory, *place) for place in places]
+    return views
 
 
 def keep_shard(

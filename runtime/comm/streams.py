@@ -46,7 +46,7 @@ class UnderWay:
     ) -> None:
         self.tensors, self.device = tensors, tensors[0].device
         self.stream: torch.Stream | None = None
-        if self.device.type == "cpu" or compat.uses_gloo(group, self.device):
+        if tensors[0].is_cpu or compat.uses_gloo(group, self.device):
             self.works = start(True)
             return
         self.stream = stream_of(self.device, use)
