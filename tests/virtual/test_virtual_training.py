@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
 
 import host_state_facts
 import monitor_facts
+import move_facts
 import parallel_facts
 import stream_facts
 from both_devices import RANKS, on_cpu, on_virtual, ours, overlapped, same_numbers, strict
@@ -88,6 +89,10 @@ def ours_trains_as_on_the_cpu_and_overlaps() -> None:
 
 for fact in (*stream_facts.FOUND, *parallel_facts.FOUND, *host_state_facts.FOUND, *monitor_facts.FOUND):
     FACTS(fact)
+for fact in move_facts.FOUND:
+    FACTS(fact)
+for fact in move_facts.LONG:
+    FACTS.long(fact)
 
 
 # Options

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from both_devices import Training, mlp, on_virtual, ours
-from marks import mostly_long
 from models import WIDTH
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,24 +74,7 @@ def step_there(training: Training) -> None:
     move(training, "virtual")
 
 
-OPTIMIZERS = mostly_long([None, {}, {"gather_ahead": 1}], [{}])  # what ``distribute_optimizer`` is given
-
-
-@pytest.mark.parametrize("distribute", OPTIMIZERS)
-@pytest.mark.parametrize("options", mostly_long(["default", "kept"], ["default"]))
-def test_a_model_that_is_moved_away_takes_no_memory_and_trains_on_when_it_is_back(
-    options: str, distribute: dict[str, Any] | None
-) -> None:
-    expected = train(OPTIONS[options], lambda _: None, distribute)
-    found = train(OPTIONS[options], there_and_back, distribute)
-    assert all(map(torch.equal, expected, found))
-
-
-@pytest.mark.parametrize("distribute", OPTIMIZERS)
-def test_an_optimizer_steps_where_the_model_is(distribute: dict[str, Any] | None) -> None:
-    expected = train({}, lambda training: training.step(), distribute)
-    found = train({}, step_there, distribute)
-    torch.testing.assert_close(found, expected)
+OPTIMIZERS: list[dict[str, Any] | None] = [None, {}, {"gather_ahead": 1}]  # what ``distribute_optimizer`` is given
 
 
 class Stepped(TorchDispatchMode):
@@ -105,17 +88,51 @@ class Stepped(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_an_optimizer_steps_slices_again_when_its_model_is_back() -> None:
+def check_moved(options: str, distribute: dict[str, Any] | None) -> None:
+    expected = train(OPTIONS[options], lambda _: None, distribute)
+    found = train(OPTIONS[options], there_and_back, distribute)
+    assert all(map(torch.equal, expected, found))
+
+
+def a_model_that_is_moved_away_takes_no_memory_and_trains_on_when_it_is_back() -> None:
+    check_moved("default", {})
+
+
+def so_does_a_model_with_other_options_and_optimizers() -> None:
+    for options, distribute in itertools.product(("default", "kept"), OPTIMIZERS):
+        check_moved(options, distribute)
+
+
+def an_optimizer_steps_where_the_model_is_and_slices_again_when_it_is_back() -> None:
     def stepped(training: Training) -> None:
         step_there(training)
         training.loss().backward()
         with Stepped() as seen:
             training.optimizer.step()
+        training.optimizer.zero_grad()
         assert 0 < seen.count < len(list(training.model.parameters()))
 
-    train({}, stepped, {})
+    expected = train({}, lambda training: (training.step(), training.step()), {})
+    torch.testing.assert_close(train({}, stepped, {}), expected)
 
 
-def test_shards_that_live_on_the_host_stay_there() -> None:
+def other_optimizers_step_where_the_model_is() -> None:
+    for distribute in (None, {"gather_ahead": 1}):
+        expected = train({}, lambda training: training.step(), distribute)
+        torch.testing.assert_close(train({}, step_there, distribute), expected)
+
+
+def shards_that_live_on_the_host_stay_there() -> None:
     expected = train(OPTIONS["offloaded"], lambda _: None)
     assert all(map(torch.equal, expected, train(OPTIONS["offloaded"], lambda training: training.model.to("cpu"))))
+
+
+FOUND = (
+    a_model_that_is_moved_away_takes_no_memory_and_trains_on_when_it_is_back,
+    an_optimizer_steps_where_the_model_is_and_slices_again_when_it_is_back,
+)
+LONG = (
+    so_does_a_model_with_other_options_and_optimizers,
+    other_optimizers_step_where_the_model_is,
+    shards_that_live_on_the_host_stay_there,
+)
