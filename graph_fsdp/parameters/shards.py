@@ -169,8 +169,9 @@ class Storage(Shards):
 
     def after_apply(self) -> None:
         memories = [compat.local_part(p.shard) for p in self.parameters.values()]
-        is_there = [m.device == p.local.device for m, p in zip(memories, self.parameters.values(), strict=True)]
-        if any(is_there) or not memories or not self.has_memory or self.keeps_buffers:
+        homes = [p.local.device for p in self.parameters.values()]
+        moved = all(m.device != home and not m.is_meta for m, home in zip(memories, homes, strict=True))
+        if not moved or not memories or not self.has_memory or self.keeps_buffers:
             return
         for p, memory in zip(self.parameters.values(), memories, strict=True):
             p.local, p.input, p.seen = memory, memory, _parts(p.shard)
