@@ -284,6 +284,15 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def values_in(mode: FakeTensorMode, values: Iterable[Any]) -> list[Any]:
+    """Return ``values`` with those of another fake mode as values of this one, which torch 2.9 does not do itself."""
+
+    def in_mode(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, FakeTensor) and value.fake_mode is not mode else value
+
+    return list(map(in_mode, values))
+
+
 def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous, plain tensor's memory, without a copy, in a storage of exactly its bytes that keeps the
     memory alive. A DTensor of a tensor that lies further back in its storage cannot be pickled or copied, since torch

@@ -8,9 +8,8 @@ import itertools
 import logging
 import operator
 import os
-import re
 import unittest.mock
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,12 @@ from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
-from torch._guards import CompileContext
 from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._prims import rng_prims
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
@@ -156,15 +154,6 @@ def current_fake_mode() -> FakeTensorMode:
     mode = TracingContext.get().fake_mode
     assert mode is not None, "called outside of a torch.compile capture"
     return mode
-
-
-def values_in(mode: FakeTensorMode, values: Iterable[Any]) -> list[Any]:
-    """Return ``values`` with those of another fake mode as values of this one, which torch 2.9 does not do itself."""
-
-    def in_mode(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, FakeTensor) and value.fake_mode is not mode else value
-
-    return list(map(in_mode, values))
 
 
 def tracing_in(mode: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
@@ -374,38 +363,3 @@ def debug_directory() -> Path | None:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Write a text to ``TORCH_TRACE`` that ``tlparse`` shows with the compilation that is under way."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
-
-
-_REASON = re.compile(r"(?P<compilation>\S+): (?P<guard>.*)", re.DOTALL)
-_WHERE = re.compile(r"(?P<file>[^\s#]+\.py):(?P<line>\d+) in (?P<function>\S+)")
-
-
-def current_compilation() -> str | None:
-    """Return the name of the compilation that is under way in torch's logs, "0/1"; None where there is none."""
-    found = CompileContext.current_compile_id()
-    return None if found is None else str(found)
-
-
-def failed_guards() -> list[tuple[str, str, str | None]]:
-    """Return, in a Dynamo backend, which guards of earlier graphs of the same code failed, the graph that ran last
-    first: the graph's compilation, as torch's logs name it ("0/1"); what did not hold, in Dynamo's words; and the line
-    that the guard is due to, if Dynamo says it. Empty at the first compilation of a piece of code, and where torch does
-    not say."""
-    metrics = getattr(dynamo_utils.get_metrics_context(), "_metrics", {})
-    first = metrics.get("recompile_reason")
-    if not first:
-        return []
-    # The other graphs' reasons follow the first in the list of their code object.
-    for reasons in dynamo_utils.guard_failures.values():
-        if first in reasons:
-            last = len(reasons) - 1 - reasons[::-1].index(first)
-            return list(map(_parsed, reasons[last:]))
-    return [_parsed(first)]
-
-
-def _parsed(reason: str) -> tuple[str, str, str | None]:
-    found = _REASON.match(reason)
-    compilation, text = (found["compilation"], found["guard"]) if found else ("", reason)
-    guard, _, comment = text.partition("  #")  # 2.13 adds the user's stack in further lines
-    where = _WHERE.search(comment.split("\n", 1)[0])
-    return compilation, guard.strip(), where[0] if where else None
