@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from workloads import SEED, Workload, loss_of
 import graph_fsdp
 from device_checks import ACCELERATORS, REHEARSED, CannotRun, Figures, check, one_of, schedule_of
 from device_checks.correctness import RANKS, gathers_once, llama_of, one_rank
+from device_checks.speed import take_workspaces
 from graph_fsdp import checkpoint, compat
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -88,6 +90,38 @@ def checkpoints_of_one_rank(device: torch.device, case: str) -> Figures:
                 saved.result()
     assert losses[0] == losses[1], losses
     return {"losses": losses[0]}
+
+
+@check("A", 120, needs=ACCELERATORS, reason="facts of the virtual device do it", cases=["AdamW", "distributed"])
+def models_lent_to_another_process(device: torch.device, case: str) -> Figures:
+    """A model that is moved to the CPU between steps takes no memory of the device, and trains on when it is back."""
+    with one_of(device, RANKS):
+        theirs, found = (lent(device, case == "distributed", away) for away in (False, True))
+    assert found["losses"] == theirs["losses"], (found, theirs)
+    return found
+
+
+def lent(device: torch.device, distributed: bool, away: bool) -> Figures:
+    workload, memory = llama_of(device), torch.accelerator.memory_allocated
+    take_workspaces(device)
+    before = memory(device)
+    setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
+    model = ours(backend="eager")(workload.make(device), setup)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if distributed:
+        graph_fsdp.distribute_optimizer(optimizer)
+    losses = [trained_once(model, optimizer, workload, device, step).item() for step in range(2)]
+    figures: Figures = {"held": memory(device) - before}
+    if away:
+        for place in ("cpu", device):
+            model.to(place)
+            for state in optimizer.state.values():
+                state.update({k: v.to(place) for k, v in state.items() if isinstance(v, Tensor)})
+            gc.collect()
+            figures[f"held on {place}"] = memory(device) - before
+        assert figures["held on cpu"] <= figures["held"] // 20, figures
+    losses += [trained_once(model, optimizer, workload, device, step).item() for step in range(2, 4)]
+    return {**figures, "losses": losses}
 
 
 @check("A", 90, needs=ACCELERATORS, reason="on the CPU tests do it")

@@ -42,11 +42,15 @@ def steps_of_a_simulated_cluster(device: torch.device) -> Figures:
 
 
 def cluster(
-    device: torch.device, layers: int, clusters: tuple[str, ...] = ("nvlink", "infiniband"), rounds: int = ROUNDS
+    device: torch.device,
+    layers: int,
+    clusters: tuple[str, ...] = ("nvlink", "infiniband"),
+    rounds: int = ROUNDS,
+    more: tuple[str, ...] = (),
 ) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cluster.json"
-        arguments = ["--device", str(device), "--clusters", *clusters, "--out", str(out)]
+        arguments = ["--device", str(device), "--clusters", *clusters, "--out", str(out), *more]
         if device.type == "cpu":
             arguments += ["--size", "tiny", "--layers", "2", "--rounds", "1", "--warmup", "1", "--backend", "eager"]
         else:
@@ -248,6 +252,12 @@ def seconds_of_kernels(device: torch.device) -> Figures:
         profile = graph_fsdp.profile(model, **steps, **workload.tokens(0, 0, device))
     print(profile)
     return {"table": str(profile).splitlines()}
+
+
+@check("C", 200, needs=["cuda"], reason="benchmarks/virtual_cluster.py rehearses it")
+def steps_of_2048_tokens(device: torch.device) -> Figures:
+    """The same with a quarter of the tokens: over 64 ranks the link decides by far."""
+    return cluster(device, layers=8, more=("--length", "2048"))
 
 
 @check("C", 200, needs=["cuda"], reason="the virtual device's streams have no priorities")
