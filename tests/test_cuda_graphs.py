@@ -390,5 +390,6 @@ def test_on_cuda() -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses[-1].append(loss.item())
-    torch.testing.assert_close(losses[1], losses[0])
+    # Captured products take another algorithm of cuBLAS, and a loss without a bound makes more of what that rounds.
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-3)
     assert graph_fsdp.inspect(model).forward.cuda_graphs.runs["replayed"] == 5

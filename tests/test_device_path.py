@@ -25,6 +25,9 @@ from graph_fsdp import compat
 from graph_fsdp.compat.inductor.devices import shared_by_devices
 
 CUDA = torch.device("cuda:0")
+on_the_cpu = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="fake tensors of a GPU's index need that GPU where there is one"
+)
 
 
 def test_gloo_launches_no_groups_of_collectives(fake_group: dist.ProcessGroup) -> None:
@@ -96,6 +99,7 @@ def inductor_key(monkeypatch: pytest.MonkeyPatch, device: str, *, shared: bool =
     return str(key)
 
 
+@on_the_cpu
 def test_ranks_find_each_others_code_in_inductors_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     key = functools.partial(inductor_key, monkeypatch)
     assert key("cuda:0") == key("cuda:1") == key("cuda:3") != key("xpu:1")
@@ -107,6 +111,7 @@ def test_ranks_find_each_others_code_in_inductors_cache(monkeypatch: pytest.Monk
             assert (codecache.extract_tensor_metadata_for_cache_key is not described) == shared
 
 
+@on_the_cpu
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
 def test_code_of_another_rank_is_loaded_for_this_ones_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Inductor's own text of what names a device, for index 3, loaded on the rank with index 1."""
