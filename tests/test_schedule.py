@@ -94,6 +94,16 @@ def test_more_than_one_unit_ahead_takes_room_and_has_to_save_a_hundredth() -> No
         assert clock.seconds(choose(buckets, clock, None)) == 40.0 + gained
 
 
+def test_where_the_link_is_late_no_gather_starts_further_than_one_unit_ahead() -> None:
+    # As in backward of a large mesh: the link has time while the head computes, and is late from then on.
+    clock = segments([30.0] + [4.0] * 9, [1.0] + [10.0] * 9, reductions=dict.fromkeys(range(10), 20.0))
+    buckets = gathers(*[4] * 10)
+    found, one = choose(buckets, clock, None, room=16), units_ahead(buckets)
+    assert clock.seconds(found) == clock.seconds(at_distance(10, 3)) < clock.seconds(one), "three are worth it first"
+    assert found == [-1, -1, -1, 0, *one[4:]], "and nothing behind them"
+    assert buckets.live(found)[5:] == buckets.live(one)[5:]
+
+
 def test_one_unit_ahead_starts_all_buckets_of_a_unit_when_the_one_before_begins() -> None:
     units = ["embed", "a", "a", "a", "b", "b", "head"]
     buckets = Gathers("forward", units, [1] * 7, list(range(1, 8)), [])
