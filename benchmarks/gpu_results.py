@@ -31,6 +31,7 @@ MEASURED = (
     "optimizer_steps",
     "memory_beside_the_plan",
     "memory_of_other_options_beside_the_plan",
+    "steps_of_32_layers",
 )
 CLUSTERS = {"nvlink": "8 ranks, NVLink", "infiniband": "64 ranks, InfiniBand"}
 
@@ -100,17 +101,18 @@ def speed_table(result: Result) -> Table:
     """A row for each quantity that was measured of ours and of FSDP2, or planned."""
     figures = {name: row["figures"] for name, row in result["checks"].items()}
     rows = []
+    steps = [(8, name, cluster) for name, cluster in figures[MEASURED[0]].items()]
+    steps += [(32, name, cluster) for name, cluster in figures.get(MEASURED[-1], {}).items()]
 
     def add(what: str, ours: float, theirs: float, unit: float, digits: int) -> None:
         rows.append([what, f"{ours / unit:,.{digits}f}", f"{theirs / unit:,.{digits}f}", f"{ours / theirs:.3f}"])
 
-    for name, label in CLUSTERS.items():
-        ours, theirs = (figures[MEASURED[0]][name][who] for who in ("graph_fsdp", "FSDP2, compiled blocks"))
-        label = f"Llama-3-8B's shapes, 8 layers, {label}"
+    for layers, name, cluster in steps:
+        ours, theirs = (cluster[who] for who in ("graph_fsdp", "FSDP2, compiled blocks"))
+        label = f"Llama-3-8B's shapes, {layers} layers, {CLUSTERS[name]}"
         add(f"{label}: ms of a step", ours["step_s"], theirs["step_s"], 1e-3, 1)
-        add(
-            f"{label}: the same, measured and planned", ours["step_s"], figures[MEASURED[0]][name]["planned_s"], 1e-3, 1
-        )
+        if "planned_s" in cluster:
+            add(f"{label}: the same, measured and planned", ours["step_s"], cluster["planned_s"], 1e-3, 1)
         add(f"{label}: the same where collectives take no time", ours["compute_s"], theirs["compute_s"], 1e-3, 1)
         add(f"{label}: step over max(compute, link)", ours["over_bound"], theirs["over_bound"], 1, 3)
         add(f"{label}: GiB at the peak", ours["peak_bytes"], theirs["peak_bytes"], 2**30, 2)
