@@ -82,7 +82,10 @@ class NoState:
 
 
 class Registry(dict[str, Any]):
-    """Lists torch's composable functions applied to a module, each of which asks here before it is applied."""
+    """Lists torch's composable functions applied to a module, each of which asks here before it is applied.
+    ``has_shards``: whether the module itself has parameters that were sharded."""
+
+    has_shards = False
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
