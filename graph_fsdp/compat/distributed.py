@@ -189,13 +189,14 @@ def group_of_members(
     _groups_made[members] += 1  # all of them make these together
     name = hashlib.sha1(f"graph_fsdp {members} {_groups_made[members]}".encode(), usedforsecurity=False).hexdigest()
     world: Any = dist.group.WORLD
+    c10d: Any = distributed_c10d
     bound, world.bound_device_id = world.bound_device_id, None
-    name_as_torch, distributed_c10d._process_group_name = distributed_c10d._process_group_name, lambda *_, **__: name
+    name_as_torch, c10d._process_group_name = c10d._process_group_name, lambda *_, **__: name
     try:
         return _new_group(list(members), timeout, backend, use_local_synchronization=True)
     finally:
         world.bound_device_id = bound
-        distributed_c10d._process_group_name = name_as_torch
+        c10d._process_group_name = name_as_torch
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
