@@ -182,7 +182,7 @@ def group_of_members(
     torch would divide NCCL's communicator of all ranks, which hangs until each of them takes part. torch_xla puts a
     function of fewer arguments in the place of ``dist.new_group``.
 
-    torch would name the group by the number of groups that this process has, or since 2.15 has made. That differs
+    torch would name the group by the number of groups that this process has, or in 2.15 has made. That differs
     where ranks are members of some groups and not of others, and they would wait for each other under several names.
     """
     members = tuple(ranks)
