@@ -18,6 +18,7 @@ from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, UnsupportedError
 from graph_fsdp.mesh import Mesh, find_mesh
 from graph_fsdp.module.module import GraphFSDPModule
+from graph_fsdp.module.refusals import Registry
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import check_extensions
 from graph_fsdp.parameters.meshes import find_meshes, own_meshes
@@ -115,6 +116,11 @@ def check_model(model: Any) -> None:
         where = f"its submodule {name!r}" if name else "model"
         if isinstance(module, GraphFSDPModule):
             raise AlreadyCompiledError(f"{where} was compiled by graph_fsdp before; compile a model once")
+        registry = vars(module).get(compat.APPLIED)
+        if isinstance(registry, Registry) and registry.has_shards:
+            raise AlreadyCompiledError(
+                f"{where} was compiled by graph_fsdp before, as a part of another model; compile a model once"
+            )
         if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
             kind = "FSDP2 (fully_shard)" if isinstance(module, FSDPModule) else "FSDP1 (FullyShardedDataParallel)"
             raise AlreadyShardedError(f"{where} is sharded by {kind} already; pass the model as it was before that")

@@ -10,7 +10,7 @@ import gc
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from graph_fsdp.passes.analysis.cost import CostModel, Measurements
@@ -112,6 +112,8 @@ class PassPipeline:
     ) -> None:
         """Take the passes, and for the cost model ``hardware``, a name or a description (None finds the device's), and
         ``measured``, times of a running program (:func:`graph_fsdp.profile`), which it prefers."""
+        if isinstance(passes, (str, GraphPass)) or not isinstance(passes, Iterable):
+            raise PipelineError(f"passes must be a list of GraphPass objects, got {passes!r}")
         self.passes, self.hardware = tuple(passes), hardware
         found: Any = Measurements() if measured is None else getattr(measured, "measurements", measured)
         if not isinstance(found, Measurements):
@@ -166,12 +168,13 @@ class PassPipeline:
         for p in self.passes:
             if not isinstance(p, GraphPass):
                 raise PipelineError(f"passes must be GraphPass objects, got {p!r}")
-            if not p.name or p.name in names:
+            if not isinstance(p.name, str) or not p.name or p.name in names:
                 raise PipelineError(f"{p}: each pass needs a name of its own in the pipeline")
             names.append(p.name)
             phases = p.runs_in()
-            if unknown := set(phases) - set(PHASES):
-                raise PipelineError(f"{p}: unknown phases {sorted(unknown)}; known are {', '.join(PHASES)}")
+            if not phases or (unknown := set(phases) - set(PHASES)):
+                said = f"unknown phases {sorted(unknown)}" if phases else "it has no phase, and would never run"
+                raise PipelineError(f"{p}: {said}; known are {', '.join(PHASES)}")
             required, provided = strings_of(p, "requires", p.requires), strings_of(p, "provides", p.provides)
             for phase in (phase for phase in PHASES if phase in phases):
                 if missing := set(required) - facts[phase]:
@@ -180,7 +183,7 @@ class PassPipeline:
                         f"provides that; order: {', '.join(q.name for q in self.passes)}"
                     )
                 facts[phase] |= set(provided)
-        for phase, fact in itertools.product(PHASES[2:], ("bucketed", "freed")):
+        for phase, fact in [("capture", "gathered"), *itertools.product(PHASES[2:], ("bucketed", "freed"))]:
             if fact not in facts[phase]:
                 raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
 
@@ -202,6 +205,8 @@ class PassPipeline:
                 begin = time.perf_counter()
                 try:
                     summary = p.run(graph, context)
+                    if not isinstance(summary, str | None):
+                        raise TypeError(f"run must return a line on what it changed, or None, got {summary!r}")
                 except ValueError:  # it says itself what the user has to change (a budget)
                     raise
                 except Exception as error:

@@ -73,6 +73,13 @@ def test_wrong_arguments(trained: Training, tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_loading_into_an_optimizer_of_another_model(trained: Training, tmp_path: Path) -> None:
+    save(tmp_path / "a", trained.model, trained.optimizer)
+    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="optimizer has 2 parameters that are not the model's; make it after co"):
+        load(tmp_path / "a", trained.model, other)
+
+
 def test_the_checkpoint_of_another_model(trained: Training, tmp_path: Path) -> None:
     save(tmp_path / "a", graph_fsdp.compile(MLP(depth=3), backend="eager"))
     words = (

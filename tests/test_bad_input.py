@@ -158,6 +158,15 @@ def test_something_that_is_no_module(fake_group: None) -> None:
 def test_a_second_compile_of_a_model(fake_group: None) -> None:
     model = graph_fsdp.compile(MLP(), backend="eager")
     refuse(model, AlreadyCompiledError, "model was compiled by graph_fsdp before", "compile a model once")
+    refuse(model.blocks[0].up, AlreadyCompiledError, "model was compiled by graph_fsdp before, as a part", runs=False)
+    part = nn.Sequential(model.blocks[0].up)
+    refuse(part, AlreadyCompiledError, "its submodule '0' was compiled by graph_fsdp before, as a part", runs=False)
+
+
+def test_a_part_that_was_left_out_is_compiled_by_itself() -> None:
+    model = MLP()
+    graph_fsdp.compile(model, backend="eager", ignored_params=[model.blocks[0].up])
+    graph_fsdp.compile(model.blocks[0].up, backend="eager")
 
 
 def test_a_submodule_that_was_compiled(fake_group: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -112,10 +113,16 @@ def test_a_users_schedule_is_held_to_the_budget_of_the_pipeline() -> None:
         model(torch.randn(4, 16))
 
 
-@pytest.mark.parametrize("budget", [0, -1])
-def test_a_budget_that_is_not_positive_is_refused(budget: int) -> None:
-    with pytest.raises(ValueError, match="budget must be a positive number of bytes"):
+@pytest.mark.parametrize("budget", [0, -1, 1.5, float("nan"), True, "1GB"])
+def test_a_budget_that_is_no_positive_number_of_bytes_is_refused(budget: Any) -> None:
+    with pytest.raises(ValueError, match=f"budget must be a positive number of bytes or None, got {budget!r}"):
         default_pipeline(budget=budget)
+
+
+@pytest.mark.parametrize("number", [0, 1.5, True, "2"])
+def test_a_number_of_reductions_in_flight_that_is_no_count_is_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match=f"reductions_in_flight must be 1 or more, got {number!r}"):
+        default_pipeline(reductions_in_flight=number)
 
 
 class Scale(torch.nn.Module):

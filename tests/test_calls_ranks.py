@@ -132,6 +132,17 @@ def a_second_derivative_is_refused_and_training_goes_on() -> None:
 
 
 @FACTS
+def a_batch_of_gradients_is_refused_and_one_after_another_are_not() -> None:
+    model, plain = pair(MLP(depth=1))
+    x = rows(2, 16)
+    jacobian = torch.autograd.functional.jacobian
+    with pytest.raises(graph_fsdp.UnsupportedError, match=r"jacobian\(vectorize=True\)"):
+        jacobian(lambda rows: model(rows).sum(0), x, vectorize=True)
+    found, expected = jacobian(lambda rows: model(rows).sum(0), x), jacobian(lambda rows: plain(rows).sum(0), x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@FACTS
 def a_generator_through_a_discriminator() -> None:
     generator, plain_generator = pair(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16)))
     critic, plain_critic = pair(MLP(depth=1))

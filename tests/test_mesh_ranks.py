@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graph_fsdp
 from graph_fsdp import RankDisagreement
+from graph_fsdp.mesh import group_of
 from graph_fsdp.report.report import engine_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -258,6 +260,22 @@ def slices_of_a_larger_mesh_reshard_by_themselves() -> None:
     total = torch.ones(())
     dist.all_reduce(total, group=group)
     assert total == 2
+
+
+@FACTS
+def ranks_agree_on_names_of_groups_although_they_are_members_of_different_numbers_of_groups() -> None:
+    pair, everyone = dist.new_group([0, 3]), tuple(range(4))
+    groups = [group_of(everyone, "all", datetime.timedelta(seconds=60), "gloo")]
+    if dist.get_rank() in (0, 3):
+        groups.append(group_of((0, 3), "the two", datetime.timedelta(seconds=60), "gloo"))
+        total = torch.ones(())
+        dist.all_reduce(total, group=pair)
+        assert total == 2
+    groups.append(dist.new_group(list(everyone), datetime.timedelta(seconds=60)))
+    for group in groups:
+        total = torch.ones(())
+        dist.all_reduce(total, group=group)
+        assert total == group.size()
 
 
 def run_stage(stage: Any, inputs: list[Tensor]) -> list[Any]:

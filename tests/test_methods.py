@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -311,6 +312,20 @@ def test_unsharded_without_recurse_is_of_the_modules_own_unit() -> None:
             "head.bias",
         ]
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_an_optimizer_of_whole_parameters_is_told_that_it_changes_nothing() -> None:
+    model = compiled()
+    model.unshard()
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.randn(4, 16)).sum().backward()
+    with pytest.warns(UserWarning, match="SGD was made of a model that was unsharded and holds 2 whole parameters"):
+        optimizer.step()
+    model.reshard()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.optim.SGD(model.parameters()).step()
+        optimizer.step()  # told once
 
 
 def test_a_forward_may_call_its_own_model() -> None:

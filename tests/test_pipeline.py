@@ -84,12 +84,17 @@ def test_two_passes_of_one_name() -> None:
 def test_a_pipeline_without_what_the_executor_needs() -> None:
     without_slots = default_pipeline().remove("slots")
     refuse(lambda: without_slots.remove("free"), "no pass makes the forward graph 'freed'", "executor")
+    refuse(lambda: default_pipeline().remove("insert_gathers"), "no pass makes the capture graph 'gathered'")
 
 
 def test_unknown_phases_and_things_that_are_no_passes() -> None:
     typo = Nothing("typo", phases=("forwards",))
     refuse(lambda: default_pipeline().insert_after("free", typo), "'typo'", "forwards", "forward, backward")
+    refuse(lambda: default_pipeline().insert_after("free", Nothing("idle", phases=())), "'idle'", "would never run")
+    refuse(lambda: default_pipeline().insert_after("free", Nothing(5)), "needs a name")  # type: ignore[arg-type]
     refuse(lambda: PassPipeline([*default_pipeline(), Free]), "must be GraphPass objects", "Free")  # type: ignore[list-item]
+    refuse(lambda: PassPipeline(Free()), "must be a list of GraphPass objects", "Free")  # type: ignore[arg-type]
+    refuse(lambda: PassPipeline(None), "must be a list of GraphPass objects", "None")  # type: ignore[arg-type]
 
 
 def test_one_phase_is_shorthand_for_phases() -> None:

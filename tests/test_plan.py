@@ -215,6 +215,7 @@ def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys
         (["own.py:model", "--memory", "80GB"], "--memory: says what a search must fit into; give --search too"),
         (["own.py:model", "--search", "--report", "a.html"], "--report: is of one plan, and --search makes several"),
         (["own.py:model", "--report", "no/such/folder.html"], "path: cannot be written"),
+        (["no.py:model", "--report", "report.txt"], "'report.txt' ends in neither"),
     ],
 )
 def test_bad_commands(

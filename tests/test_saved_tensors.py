@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import tempfile
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
+from graph_fsdp import checkpoint
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.report.report import engine_of
 
@@ -75,6 +77,23 @@ def all_that_a_training_saves_comes_back() -> None:
             comes_back([p.grad for p in trained.parameters()])
             for p in trained.parameters():
                 comes_back([p.detach(), p.data])
+
+
+@FACTS
+def states_are_read_and_loaded_in_inference_mode() -> None:
+    trained, other = model(), model()
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
+        other.load_state_dict(trained.state_dict())
+        path = f"{folder}/of_rank_0" if dist.get_rank() == 0 else None
+        paths = [path]
+        dist.broadcast_object_list(paths)
+        checkpoint.save(paths[0], trained)
+        checkpoint.load(paths[0], trained)
+    for a, b in zip(trained.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+    step(trained, torch.optim.AdamW(trained.parameters()))
+    with torch.no_grad():
+        assert not any(value.requires_grad for value in trained.state_dict().values())
 
 
 @FACTS

@@ -6,6 +6,8 @@ Each ``Mistake`` is a pass that a user could have written, with one thing wrong:
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from mistakes import (
@@ -28,10 +30,35 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp import VerificationError
-from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
+from graph_fsdp.passes import Graph, GraphPass, PassContext, PassError, Role, default_pipeline
 from graph_fsdp.passes.ir.dialect import free
 
 aten = torch.ops.aten
+
+
+# Inputs
+
+
+class AddsAnInput(Mistake):
+    """An input that nobody gives."""
+
+    after, parameters = "bucket", ()
+    invariant, node = "the graph takes what it took", "extra"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        with graph.fx_graph.inserting_before(graph.nodes[0]):
+            graph.fx_graph.placeholder("extra").meta["val"] = graph.placeholders[0].meta["val"]
+
+
+class ExchangesInputs(Mistake):
+    """The first two inputs, of other shapes, stand in the other order."""
+
+    after, parameters = "bucket", ("blocks.0.up.bias",)
+    invariant, node = "the graph takes what it took", "primals_2"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        first, second = graph.placeholders[:2]
+        second.append(first)
 
 
 # Gathered buffers: started, waited for and freed once, used in between
@@ -258,6 +285,35 @@ def test_inference_graphs_are_verified_too(fake_group: None) -> None:
     with torch.no_grad(), pytest.raises(VerificationError, match="broke the inference graph") as raised:
         model(batch())
     assert (raised.value.phase, raised.value.parameters) == ("inference", BLOCK0)
+
+
+@pytest.mark.parametrize("phase", ["capture", "joint", "forward"])
+def test_a_pass_that_puts_an_empty_graph_in_place_of_the_graph_is_named(fake_group: None, phase: str) -> None:
+    class Empties(GraphPass):
+        name, phases = "empties", (phase,)
+
+        def run(self, graph: Graph, context: PassContext) -> None:
+            graph.module.graph = torch.fx.Graph()
+
+    after = {"capture": "insert_gathers", "joint": "annotate", "forward": "bucket"}[phase]
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=default_pipeline().insert_after(after, Empties()))
+    with pytest.raises(VerificationError, match=f"pass 'empties' broke the {phase} graph: input .* is gone"):
+        model(batch())
+
+
+@pytest.mark.parametrize(
+    "returned", [5, True, b"line", ["line"], torch.ones(2)], ids=lambda value: type(value).__name__
+)
+def test_a_pass_that_returns_no_line_is_named(fake_group: None, returned: Any) -> None:
+    class Returns(GraphPass):
+        name = "returns"
+
+        def run(self, graph: Graph, context: PassContext) -> Any:
+            return returned
+
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=default_pipeline().insert_after("bucket", Returns()))
+    with pytest.raises(PassError, match=r"'returns' failed on the forward graph: .*run must return a line"):
+        model(batch())
 
 
 def test_a_pass_that_raises_is_named(fake_group: None) -> None:

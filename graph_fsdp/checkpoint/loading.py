@@ -80,6 +80,7 @@ def load(
     Raises:
         CheckpointError: on all ranks. The checkpoint is not there, damaged, or does not fit the model or the optimizer;
             the message names what differs. Nothing was changed, unless it could not be read a second time.
+        TypeError, ValueError: an argument is wrong, such as an optimizer of another model's parameters.
     """
     finish_pending()
     ranks = Ranks.of(model)
@@ -172,7 +173,7 @@ class OptimizerValues:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, key: str) -> None:
         self.model, self.optimizers, self.checkpoint, self.key = model, optimizers, checkpoint, joined(key, "state")
-        self.names = parameter_names(model)
+        self.names = parameter_names(model, optimizers)
         self.wanted: dict[str, Tensor] = {}
         self._before: list[tuple[Optimizer, dict[Any, Any]]] = []
         self._state: dict[str, Any] = {}

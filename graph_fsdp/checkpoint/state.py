@@ -37,9 +37,15 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
     return found
 
 
-def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """Return the names by which optimizers' states are saved: the model's, without what wrappers put into them."""
-    return {p: name.replace("_orig_mod.", "").removeprefix("module.") for name, p in model.named_parameters()}
+def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
+    """Return the names by which optimizers' states are saved: the model's, without what wrappers put into them. Raises
+    ValueError if an optimizer has parameters of something else."""
+    names = {p: name.replace("_orig_mod.", "").removeprefix("module.") for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        unknown = sum(p not in names for group in optimizer.param_groups for p in group["params"])
+        if unknown:
+            raise ValueError(f"optimizer has {unknown} parameters that are not the model's; make it after compile")
+    return names
 
 
 def training_state(
@@ -66,11 +72,8 @@ def training_state(
 
 def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     made: dict[str, Any] = {"state": {}, "param_groups": []}
-    names = parameter_names(model)
+    names = parameter_names(model, optimizers)
     for optimizer in optimizers:
-        unknown = sum(p not in names for group in optimizer.param_groups for p in group["params"])
-        if unknown:
-            raise ValueError(f"optimizer has {unknown} parameters that are not the model's; make it after compile")
         made["state"].update(states_by_name(optimizer, names))
         for group in optimizer.param_groups:
             made["param_groups"].append({**group, "params": [names[p] for p in group["params"]]})

@@ -78,10 +78,12 @@ def _run(chosen: argparse.Namespace) -> None:
     elif chosen.memory is not None:
         raise ValueError("--memory: says what a search must fit into; give --search too")
 
-    from graph_fsdp.report.file import check_writable
+    from graph_fsdp.report.file import check_writable, is_page
 
+    if chosen.report:  # before the minutes that a large model takes
+        is_page(chosen.report)
     for name in ("report", "trace"):
-        if getattr(chosen, name):  # before the minutes that a large model takes
+        if getattr(chosen, name):
             check_writable(getattr(chosen, name))
     atexit.register(gc.freeze)  # Python's last collection would walk all that is left of the graphs, to free it
     made = _made(chosen)

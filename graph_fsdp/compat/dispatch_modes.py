@@ -35,6 +35,7 @@ except ImportError:  # before 2.10
 without_dispatch_modes = python_dispatch._disable_current_modes
 # What torch.func transforms at the moment, None where there is nothing.
 transform_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+is_batch_of_gradients: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

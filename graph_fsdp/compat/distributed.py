@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -170,18 +172,31 @@ _METHODS: dict[Any, tuple[str, str, Callable[[], Any]]] = {
 }
 
 
+_groups_made: Counter[tuple[int, ...]] = Counter()  # by their ranks
+
+
 def group_of_members(
     ranks: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Make a process group that its own ``ranks`` alone make. Where ``init_process_group`` was given a ``device_id``,
     torch would divide NCCL's communicator of all ranks, which hangs until each of them takes part. torch_xla puts a
-    function of fewer arguments in the place of ``dist.new_group``."""
+    function of fewer arguments in the place of ``dist.new_group``.
+
+    torch would name the group by the number of groups that this process has, or in 2.15 has made. That differs
+    where ranks are members of some groups and not of others, and they would wait for each other under several names.
+    """
+    members = tuple(ranks)
+    _groups_made[members] += 1  # all of them make these together
+    name = hashlib.sha1(f"graph_fsdp {members} {_groups_made[members]}".encode(), usedforsecurity=False).hexdigest()
     world: Any = dist.group.WORLD
+    c10d: Any = distributed_c10d
     bound, world.bound_device_id = world.bound_device_id, None
+    name_as_torch, c10d._process_group_name = c10d._process_group_name, lambda *_, **__: name
     try:
-        return _new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        return _new_group(list(members), timeout, backend, use_local_synchronization=True)
     finally:
         world.bound_device_id = bound
+        c10d._process_group_name = name_as_torch
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -75,20 +75,25 @@ def forget_programs(function: types.FunctionType) -> None:
 
 
 def differentiable_once(outputs: Any, before: Callable[[Any], None] | None = None) -> Any:
-    """Have the backward of ``outputs`` refuse ``create_graph=True``: what it recorded could not be differentiated.
-    ``before``: called when their backward begins."""
+    """Have the backward of ``outputs`` refuse ``create_graph=True``, as what it recorded could not be differentiated,
+    and gradients in a batch, as its programs run operators on memory. ``before``: called when their backward begins."""
     if torch.is_grad_enabled():
         tensors: list[Tensor] = []
         compat.tree_map_only(Tensor, tensors.append, outputs)
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors):
             if node is not None:
-                compat.hook_before(node, _refuse_second_derivative)
+                compat.hook_before(node, _refuse_kinds_of_backward)
                 if before is not None:
                     compat.hook_before(node, before)
     return outputs
 
 
-def _refuse_second_derivative(gradients: Any) -> None:
+def _refuse_kinds_of_backward(gradients: Any) -> None:
+    if any(isinstance(grad, Tensor) and compat.is_batch_of_gradients(grad) for grad in gradients):
+        raise UnsupportedError(
+            "a backward of several gradients at once (is_grads_batched=True, jacobian(vectorize=True)) goes through a "
+            "model compiled by graph_fsdp, whose collectives are not of a batch; ask for one gradient after another"
+        )
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "backward with create_graph=True goes through a model compiled by graph_fsdp, and torch.compile cannot "

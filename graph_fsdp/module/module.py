@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -96,14 +97,16 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return a state dict of DTensors, as FSDP2 does. What ``unshard()`` gathered is resharded."""
-        return self._resharded().state_dict(*args, **kwargs)
+        with _no_inference_mode():
+            return self._resharded().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load DTensors, as ``state_dict()`` gives them; or whole tensors, the same on all ranks, of which each takes
         its own rows. Nothing is communicated."""
         model = self._resharded()
-        rows = own_rows(cast(nn.Module, self), self._graph_fsdp.storage, state_dict)
-        return model.load_state_dict(rows, *args, **kwargs)
+        with _no_inference_mode():
+            rows = own_rows(cast(nn.Module, self), self._graph_fsdp.storage, state_dict)
+            return model.load_state_dict(rows, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._resharded()._load_from_state_dict(*args, **kwargs)
@@ -112,6 +115,11 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
         """Reshard what ``unshard()`` gathered, and return the methods of the model's own classes."""
         self._graph_fsdp.unsharded.release()
         return self._after_fsdp_module()
+
+
+def _no_inference_mode() -> contextlib.AbstractContextManager[None]:
+    """Return a context out of ``torch.inference_mode``, in which DTensors cannot be detached."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def unsupported(name: str) -> Callable[..., NoReturn]:
@@ -157,8 +165,10 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         for name, module in unit.modules.items()
     }
     places.setdefault(model, ("", ""))
+    owners = {module for p in engine.storage.parameters.values() for module, _ in p.owners}
     for module in model.modules():
-        vars(module)[compat.APPLIED] = Registry(vars(module).get(compat.APPLIED, {}))
+        registry = vars(module)[compat.APPLIED] = Registry(vars(module).get(compat.APPLIED, {}))
+        registry.has_shards = module in owners
     classes: dict[tuple[type, Callable[..., Any]], type] = {}
     for module, (name, unit_name) in places.items():
         cls, forward = type(module), original_forward(module)

@@ -82,7 +82,10 @@ class NoState:
 
 
 class Registry(dict[str, Any]):
-    """Lists torch's composable functions applied to a module, each of which asks here before it is applied."""
+    """Lists torch's composable functions applied to a module, each of which asks here before it is applied.
+    ``has_shards``: whether the module itself has parameters that were sharded."""
+
+    has_shards = False
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
@@ -169,17 +172,21 @@ def _check_state(p: Tensor, state: Any) -> None:
 
 
 def _warn_of_placeholders(optimizer: Optimizer) -> None:
-    """Warn, once per optimizer, if it was made of the parameters before they were sharded."""
-    names = [
-        vars(p)["_graph_fsdp"][0]
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if "_graph_fsdp" in vars(p)
-    ]
-    if names:
+    """Warn, once per optimizer, if it was made of the parameters before they were sharded, or while they were whole."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gone = [vars(p)["_graph_fsdp"][0] for p in parameters if "_graph_fsdp" in vars(p)]
+    whole = [vars(p)["_graph_fsdp_whole"] for p in parameters if "_graph_fsdp_whole" in vars(p) and p.grad is None]
+    if gone:
         warnings.warn(
-            f"{type(optimizer).__name__} was made before graph_fsdp.compile and holds {len(names)} parameters that the "
-            f"model no longer has ({names[0]!r} first): its steps do not change the model; make it of "
+            f"{type(optimizer).__name__} was made before graph_fsdp.compile and holds {len(gone)} parameters that the "
+            f"model no longer has ({gone[0]!r} first): its steps do not change the model; make it of "
             "model.parameters() after compile",
+            stacklevel=4,
+        )
+    if whole:
+        warnings.warn(
+            f"{type(optimizer).__name__} was made of a model that was unsharded and holds {len(whole)} whole "
+            f"parameters ({whole[0]!r} first), which get no gradients: its steps do not change the model; make it of "
+            "model.parameters() after reshard()",
             stacklevel=4,
         )

@@ -146,6 +146,7 @@ class UnshardedUnits:
             # ``data``: parameters of one buffer do not share the counter of writes to them.
             parameter = nn.Parameter(whole[p.spec.name].data, requires_grad=p.shard.requires_grad)
             parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
+            vars(parameter)["_graph_fsdp_whole"] = p.spec.name  # for refusals.py
             self.storage.set_whole(p, parameter)
         self.units |= {unit}
 

@@ -64,10 +64,10 @@ class Prefetch(GraphPass):
         _check_distance("forward_prefetch", self.forward)
         if isinstance(self.forward, BackwardPrefetch):
             raise ValueError(f"forward_prefetch must be a number of buckets, 'auto' or None, got {self.forward}")
-        if self.reductions_in_flight is not None and self.reductions_in_flight < 1:
-            raise ValueError(f"reductions_in_flight must be 1 or more, got {self.reductions_in_flight}")
-        if self.budget is not None and self.budget <= 0:
-            raise ValueError(f"budget must be a positive number of bytes or None, got {self.budget}")
+        if self.reductions_in_flight is not None and not is_count(self.reductions_in_flight):
+            raise ValueError(f"reductions_in_flight must be 1 or more, got {self.reductions_in_flight!r}")
+        if self.budget is not None and not is_count(self.budget):
+            raise ValueError(f"budget must be a positive number of bytes or None, got {self.budget!r}")
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         context.budget = self.budget if self.budget is not None else context.budget

@@ -47,7 +47,7 @@ class Verifier:
     ) -> None:
         self.graph, self.context = graph, context
         self.entries = (snapshot or Snapshot(graph.fx_graph)).entries
-        self.proven = Proven(self.entries)
+        self.proven = Proven(self.entries, graph.placeholders)
         self.outputs = self.proven.kinds(graph.outputs)
         if reduced is None:
             reduced = {dialect.parameter_of(n) for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad}
@@ -95,6 +95,10 @@ class Verifier:
             if (found := meta.get(dialect.RECORD)) is not None:
                 self.recorded[node] = found
             seen.add(node)
+        if wrong := self.proven.broken_inputs(self.entries):
+            self._fail("the graph takes what it took", *wrong)
+        if not self.nodes or self.nodes[-1].op != "output":
+            self._fail("the graph returns what it returned", None, "it does not end with an output")
 
     def _with_role(self, *roles: Role) -> list[fx.Node]:
         """Return the nodes of these roles, in graph order."""
