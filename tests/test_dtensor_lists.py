@@ -19,7 +19,7 @@ from graph_fsdp import compat
 from graph_fsdp.compat.dtensor_lists import ASKED
 
 # Before, with torch 2.11 as well as 2.9, each propagator keeps the method that it found when it was made.
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch keeps the method")
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch keeps the method")
 
 
 @pytest.fixture
