@@ -5,7 +5,8 @@
     python benchmarks/compatibility.py --environment .venv-2.9.1  what an environment has that is there already
 
 The package is installed as the wheel that is built first, so that the sources of the repository are not imported. A
-pair that cannot be had is recorded with the reason. Rows of a pair that is run again are replaced.
+pair that cannot be had is recorded with the reason. Rows of a pair that is run again are replaced; the others stay, and
+say so where they are of an earlier selection of tests.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tables import Table
 FILE = RESULTS / "compatibility.json"
 NEWEST = "newest"
 PAIRS = [f"{torch}:3.{minor}" for torch in ("2.9.1", "2.11.0", "2.13.0", NEWEST) for minor in (10, 11, 12, 13)]
-# Capture, passes, verifier, modules, numbers on several processes, checkpoints and reports.
+# Capture, passes, verifier, modules, numbers on several processes, checkpoints, programs of earlier starts and reports.
 TESTS = (
     "test_passes.py",
     "test_verify.py",
@@ -38,6 +39,9 @@ TESTS = (
     "test_calls.py",
     "test_runtime_ranks.py",
     "test_checkpoint.py",
+    "test_programs.py",
+    "test_programs_key.py",
+    "test_programs_ranks.py",
     "test_report.py",
     "test_package.py",
 )
@@ -66,8 +70,8 @@ def make(pair: str, folder: Path, wheel: Path) -> Path:
 
 def run(python: Path, wheel: Path, tests: Sequence[str]) -> dict[str, Any]:
     """The tests with an interpreter whose environment has torch: how many passed, and the names of what failed."""
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
-    subprocess.run([str(python), *install], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]  # an environment may be without
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)], check=True)
     # -P, or the folder that it runs in would come before the installed package; of the processes that tests start too.
     # Python 3.10 does not have it, and starts in a folder without modules.
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +83,7 @@ def run(python: Path, wheel: Path, tests: Sequence[str]) -> dict[str, Any]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         environment["PYTHONPATH"] = str(ROOT / "tests")
         subprocess.run([str(python), "-m", "pytest", *arguments, *files], cwd=folder, env=environment)
-        return {"torch": torch, "python": version, **counted(ElementTree.parse(results))}
+        return {"torch": torch, "python": version, **counted(ElementTree.parse(results)), "files": list(tests)}
 
 
 def counted(results: ElementTree.ElementTree[Any]) -> dict[str, Any]:
@@ -101,7 +105,8 @@ def table(result: dict[str, Any]) -> Table:
             cells = [f"not run: {row['reason']}", "", ""]
         else:
             names = f": {', '.join(row['failed'])}" if row["failed"] else ""
-            cells = [str(row["passed"]), str(row["skipped"]), f"{len(row['failed'])}{names}"]
+            earlier = "" if row["files"] == result["files"] else f" of an earlier selection, {len(row['files'])} files"
+            cells = [f"{row['passed']}{earlier}", str(row["skipped"]), f"{len(row['failed'])}{names}"]
         rows.append([row["torch"], row["python"], *cells])
     return Table(["torch", "Python", "passed", "skipped", "failed"], rows)
 
@@ -120,6 +125,7 @@ def record(row: dict[str, Any]) -> None:
         "benchmark": "compatibility",
         "command": "make test-matrix",
         "about": f"`{'`, `'.join(TESTS)}` of version {_version()}, on the CPU",
+        "files": TESTS,
         "rows": sorted([*kept, row], key=_order),
     }
     FILE.write_text(json.dumps(written, indent=1) + "\n")

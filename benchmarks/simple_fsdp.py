@@ -11,7 +11,6 @@ collective of its own, and Inductor keeps the order of the graph.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -31,19 +30,23 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionP
             if parameter not in shards:
                 shards[parameter] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
             module.register_parameter(name, shards[parameter])
-            properties[name] = property(functools.partial(_read, name=name, policy=policy, reshard=reshard))
+            properties[name] = _property(name, policy, reshard)
         if properties:
             module.__class__ = type(f"Sharded{type(module).__name__}", (type(module),), properties)
 
 
-def _read(module: nn.Module, *, name: str, policy: MixedPrecisionPolicy, reshard: bool) -> Tensor:
-    shard = module._parameters[name]
-    assert isinstance(shard, DTensor)
-    if not reshard:
-        return _gather(shard, policy.param_dtype, policy.reduce_dtype)
+def _property(name: str, policy: MixedPrecisionPolicy, reshard: bool) -> property:
     dtypes = policy.param_dtype, policy.reduce_dtype
-    full: Tensor = checkpoint(_gather, shard, *dtypes, use_reentrant=False, context_fn=_gather_again)
-    return full
+
+    def read(module: nn.Module) -> Tensor:
+        shard = module._parameters[name]
+        assert isinstance(shard, DTensor)
+        if not reshard:
+            return _gather(shard, *dtypes)
+        full: Tensor = checkpoint(_gather, shard, *dtypes, use_reentrant=False, context_fn=_gather_again)
+        return full
+
+    return property(read)
 
 
 def _gather(shard: DTensor, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Tensor:

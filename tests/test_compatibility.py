@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +63,11 @@ def test_private_names_of_torch_are_used_in_the_compatibility_modules_alone() ->
     assert found == {}
 
 
-def test_the_tests_of_the_matrix_are_there() -> None:
+def test_the_tests_of_the_matrix_are_there_and_the_table_names_them() -> None:
     assert all((TESTS / name).is_file() for name in compatibility.TESTS)
+    result = json.loads(compatibility.FILE.read_text())
+    assert result["files"] == list(compatibility.TESTS), "make test-matrix"
+    assert all(f"`{name}`" in result["about"] for name in compatibility.TESTS)
 
 
 def test_results_are_counted_and_shown() -> None:
@@ -76,8 +80,10 @@ def test_results_are_counted_and_shown() -> None:
     counted = compatibility.counted(ElementTree.ElementTree(ElementTree.fromstring(cases)))
     assert counted == {"passed": 1, "skipped": 1, "failed": ["a::fails", "a::cannot_begin"]}
     missing = {"torch": "2.11.0", "python": "3.12", "reason": "no interpreter"}
-    rows = compatibility.table({"rows": [{"torch": "2.13.0", "python": "3.11.7", **counted}, missing]}).rows
-    assert rows == [
+    found = {"torch": "2.13.0", "python": "3.11.7", **counted, "files": ["a.py"]}
+    before = {**found, "torch": "2.9.1", "files": ["b.py", "c.py"]}
+    assert compatibility.table({"files": ["a.py"], "rows": [before, found, missing]}).rows == [
+        ["2.9.1", "3.11.7", "1 of an earlier selection, 2 files", "1", "2: a::fails, a::cannot_begin"],
         ["2.13.0", "3.11.7", "1", "1", "2: a::fails, a::cannot_begin"],
         ["2.11.0", "3.12", "not run: no interpreter", "", ""],
     ]

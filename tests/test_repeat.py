@@ -147,6 +147,21 @@ class Selective(MLP):
         return self.head(x)
 
 
+class SelectiveAnew(MLP):
+    """Makes a policy for each layer; ``different``: the last two have another one."""
+
+    def __init__(self, depth: int, different: bool = False) -> None:
+        super().__init__(depth)
+        gelu, addmm = torch.ops.aten.gelu.default, torch.ops.aten.addmm.default
+        self.saved = [gelu if different and layer > 1 else addmm for layer in range(depth)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, operator in zip(self.blocks, self.saved, strict=True):
+            policy = functools.partial(create_selective_checkpoint_contexts, [operator])
+            x = checkpoint(block, x, use_reentrant=False, context_fn=policy)
+        return self.head(x)
+
+
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -286,6 +301,7 @@ ONCE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "checkpoint": (lambda: Checkpointed(DEPTH), VECTORS, "3 layers have 1 traces"),
     "gpt_checkpoint": (lambda: GPT(depth=DEPTH, checkpointed=True), TOKENS, "4 layers have 1 traces"),
     "selective": (lambda: Selective(DEPTH), VECTORS, "3 layers have 1 traces"),
+    "selective_anew": (lambda: SelectiveAnew(DEPTH), VECTORS, "3 layers have 1 traces"),
     "checkpoint_dropout": (lambda: GPT(depth=3, dropout=0.2, checkpointed=True), TOKENS, "3 layers have 1 traces"),
     "llama": (lambda: llama(DEPTH), TEXT, "3 layers have 1 traces"),
     "hf_bert": (hugging_face_bert, TEXT, "4 layers have 1 traces"),
@@ -298,11 +314,12 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "collected": (lambda: Collected(DEPTH), VECTORS, "which is read again behind it"),
     "from_the_start": (lambda: FromTheStart(DEPTH), VECTORS, "which is read again behind it"),
     "learnt_tables": (lambda: Rotated(learnt=True), ROTATED, "which is read again behind it"),
+    "other_policies": (lambda: SelectiveAnew(DEPTH, different=True), VECTORS, "no 3 of 4 layers are equal"),
     "watched": (lambda: Watched(DEPTH), VECTORS, "an output of it has no gradient"),
     "written": (lambda: Written(DEPTH), VECTORS, "an input or output of it is written to behind it"),
 }
 
-SHORT = ("mlp", "checkpoint", "selective", "gpt_dropout", "frozen", "constants", "averaged")
+SHORT = ("mlp", "checkpoint", "selective", "selective_anew", "gpt_dropout", "frozen", "constants", "averaged")
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -22,6 +22,7 @@ which an assignment is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -142,8 +143,10 @@ class Storage(Shards):
         return source.narrow(dim, begin, p.local.shape[dim])
 
     def shard_of(self, p: ShardedParameter, full: Tensor) -> DTensor:
-        """Return a copy of this rank's part of a whole parameter, as a DTensor like its shard."""
-        return compat.make_dtensor(self._own_part(p, full).to(p.local.device).contiguous().clone(), p.shard)
+        """Return a copy of this rank's part of a whole parameter, as a DTensor like its shard: where shards are, or, of
+        a model that was moved away, where it runs if ``full`` is there."""
+        device = self._home if self.is_away and full.device.type == self._home.type else p.local.device
+        return compat.make_dtensor(self._own_part(p, full).to(device).contiguous().clone(), p.shard)
 
     @collector_paused()
     def install(self, model: nn.Module, fullgraph: bool) -> None:
@@ -168,6 +171,8 @@ class Storage(Shards):
         self._whole.clear()
 
     def after_apply(self) -> None:
+        with contextlib.suppress(ParameterChangedError):  # the next forward says so
+            self._take_replacements()
         memories = [compat.local_part(p.shard) for p in self.parameters.values()]
         homes = [p.local.device for p in self.parameters.values()]
         moved = all(m.device != home and not m.is_meta for m, home in zip(memories, homes, strict=True))
@@ -177,6 +182,16 @@ class Storage(Shards):
             p.local, p.input, p.seen = memory, memory, _parts(p.shard)
         self._forget_buffers(True)
 
+    def _take_replacements(self) -> None:
+        """Take what stands in modules now for the shards: ``load_state_dict(assign=True)`` exchanges them."""
+        for p in self.parameters.values():
+            if p.whole is None:
+                _take_replacement(p)
+
+    @property
+    def _home(self) -> torch.device:
+        return self.device if self.spec.offload is None else HOST
+
     def _forget_buffers(self, is_away: bool) -> None:
         self.buffers, self._look, self.is_away = [], None, is_away
         for holder in self.holders:
@@ -185,7 +200,8 @@ class Storage(Shards):
     def _come_back(self) -> None:
         """Take new buffers for shards whose memory was given back. Raises ParameterChangedError where they still are on
         another device."""
-        home = self.device if self.spec.offload is None else HOST
+        self._take_replacements()
+        home = self._home
         there = {m.device for m in map(compat.local_part, (p.shard for p in self.parameters.values()))}
         if {device.type for device in there} != {home.type}:
             raise ParameterChangedError(
@@ -222,14 +238,13 @@ class Storage(Shards):
 
     def _take_over(self, p: ShardedParameter) -> bool:
         """Take over changes of one parameter; say whether ``data`` was assigned ([Note: data of a DTensor])."""
-        module, leaf = p.owners[0]
-        registered = module._parameters.get(leaf)
         if p.whole is not None:
-            p.whole = registered
+            module, leaf = p.owners[0]
+            p.whole = registered = module._parameters.get(leaf)
             if registered is not None and registered.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(registered.requires_grad)
-        elif registered is not p.shard:
-            p.shard, p.hooks = checked_replacement(p, registered), -1
+        else:
+            _take_replacement(p)
         (memory, storage), (known, known_storage) = _parts(p.shard), p.seen
         # What ``model.to(…)`` does exchanges the local tensor too.
         assigned = self.mesh is not None and memory is known and storage is not known_storage
@@ -322,6 +337,13 @@ def _are_equal(first: Any, second: Any) -> bool:
         return False
     one, other = compat.local_part(first.detach()), compat.local_part(second.detach())
     return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
+
+
+def _take_replacement(p: ShardedParameter) -> None:
+    module, leaf = p.owners[0]
+    registered = module._parameters.get(leaf)
+    if registered is not p.shard:
+        p.shard, p.hooks = checked_replacement(p, registered), -1
 
 
 def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:

@@ -6,9 +6,11 @@ else reads. Two are equal when operators, constants and all metadata of values a
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -166,4 +168,20 @@ def _target(node: fx.Node) -> Hashable:
     if any(isinstance(inner.target, compat.HigherOrderOperator) or inner.op == "call_module" for inner in rest):
         raise NotRepeatable(f"{node} has something in it that is no operator")
     parts, _ = canonical_form(placeholders, rest, _value, _target)
-    return parts, body.meta.get("_checkpoint_context_fn")
+    return parts, _contexts(body.meta.get("_checkpoint_context_fn"))
+
+
+def _contexts(made_by: Any) -> Hashable:
+    """Return what functions that make the same contexts have in common: torch 2.9 makes each layer a ``partial`` of its
+    own."""
+    if isinstance(made_by, functools.partial):
+        keywords = tuple((name, _contexts(value)) for name, value in sorted(made_by.keywords.items()))
+        return functools.partial, made_by.func, _contexts(made_by.args), keywords
+    if isinstance(made_by, (list, tuple)):
+        return type(made_by), tuple(map(_contexts, made_by))
+    try:
+        hash(made_by)
+    except TypeError:
+        raise NotRepeatable(f"a checkpoint of it has contexts by {made_by!r}, which cannot be compared") from None
+    found: Hashable = made_by
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from both_devices import Training, mlp, on_virtual, ours
+from both_devices import Training, local, mlp, on_virtual, ours
 from models import WIDTH
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,11 +128,77 @@ def shards_that_live_on_the_host_stay_there() -> None:
     assert all(map(torch.equal, expected, train(OPTIONS["offloaded"], lambda training: training.model.to("cpu"))))
 
 
+def rows_of(training: Training) -> dict[str, Any]:
+    return {name: value.detach() + 1 for name, value in training.model.state_dict().items()}
+
+
+def whole(training: Training) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return mlp().to(training.device).state_dict()
+
+
+def assign(training: Training, state: dict[str, Any]) -> None:
+    training.model.load_state_dict(state, assign=True)
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
+
+
+def gradients(training: Training) -> None:
+    training.loss().backward()
+    training.seen += [local(p.grad) for p in training.model.parameters() if p.grad is not None]
+
+
+def assigned_at_home(make: Callable[[Training], dict[str, Any]], training: Training) -> None:
+    assign(training, make(training))
+    gradients(training)
+
+
+def assigned_while_away(make: Callable[[Training], dict[str, Any]], training: Training) -> None:
+    state = make(training)
+    training.model.to("cpu")
+    assign(training, state)
+    gradients(training)
+
+
+def assigned_there_and_moved_back(make: Callable[[Training], dict[str, Any]], training: Training) -> None:
+    state = make(training)
+    assign(training, state)
+    training.model.to("cpu")
+    there = {name: value.cpu() for name, value in state.items()}
+    del state
+    assert memory() < 1024
+    assign(training, there)
+    with pytest.raises(graph_fsdp.ParameterChangedError, match="moved to cpu and runs on virtual"):
+        training.model(torch.zeros(4, WIDTH, device="virtual"))
+    training.model.to("virtual")
+    gradients(training)
+
+
+def values_assigned_on_the_device_bring_a_model_back() -> None:
+    for make in (rows_of, whole):
+        runs = (assigned_at_home, assigned_while_away, assigned_there_and_moved_back)
+        expected, *found = (train({}, functools.partial(run, make)) for run in runs)
+        assert all(torch.equal(*pair) for values in found for pair in zip(expected, values, strict=True))
+
+
+def values_assigned_to_a_part_bring_a_model_back_in_part() -> None:
+    def run(training: Training) -> None:
+        name, value = next(iter(rows_of(training).items()))
+        training.model.to("cpu")
+        training.model.load_state_dict({name: value}, strict=False, assign=True)
+        with pytest.raises(graph_fsdp.ParameterChangedError, match=r"moved to cpu, virtual:0 and runs on virtual"):
+            training.model(torch.zeros(4, WIDTH, device="virtual"))
+        training.model.to("virtual")
+
+    train({}, run)
+
+
 FOUND = (
     a_model_that_is_moved_away_takes_no_memory_and_trains_on_when_it_is_back,
     an_optimizer_steps_where_the_model_is_and_slices_again_when_it_is_back,
+    values_assigned_on_the_device_bring_a_model_back,
 )
 LONG = (
+    values_assigned_to_a_part_bring_a_model_back_in_part,
     so_does_a_model_with_other_options_and_optimizers,
     other_optimizers_step_where_the_model_is,
     shards_that_live_on_the_host_stay_there,

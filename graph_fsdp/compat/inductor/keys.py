@@ -22,7 +22,7 @@ from torch._logging._internal import trace_log
 
 from graph_fsdp.compat.inductor.probes import read_note, write_note
 
-_SUFFIXES = (*importlib.machinery.all_suffixes(), ".cpp", ".ld")  # the last two of one file each
+_SUFFIXES = (*importlib.machinery.all_suffixes(), ".cpp", ".ld", ".h")  # the last three of one file each
 
 
 @functools.cache  # as torch's own
@@ -52,8 +52,8 @@ def _digest(text: str | None) -> bytes | None:
 
 
 def modules_of(folder: Path) -> str:
-    """Say which modules the package has, and when they were changed; the two files that are none, of Inductor's
-    digest, too."""
+    """Say which modules the package has, and when they were changed; the files that are none, of Inductor's digest,
+    too."""
     lines = [f"torch {torch.__version__}"]
     folders = [os.fspath(folder)]
     while folders:
