@@ -104,10 +104,10 @@ class Gather:
         for message, lands_in_place in self.messages:
             begin, numel = message.begin, message.numel
             if lands_in_place and comm is None:
-                target = result if self.is_one else result[world * begin : world * (begin + numel)]
+                target = result if self.is_one else _part(result, world * begin, world * numel)
             else:
                 assert landing is not None
-                target = landing if self.is_one else landing[used : used + world * numel]
+                target = landing if self.is_one else _part(landing, used, world * numel)
                 unpacked += [(landing, used, message)] if message.offsets else []
                 used += world * numel
             pairs.append((target, source if self.is_one else source[begin : begin + numel]))
@@ -172,7 +172,8 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
     """Cast each rank's part of a message to where it belongs in the target, to be sent from there."""
-    own = [target.view(group.size(), -1)[group.rank()] for target, _ in targets]
+    rank = group.rank()
+    own = [_part(target, rank * part.numel(), part.numel()) for target, part in targets]
     compat.foreach_copy(own, [part for _, part in targets])
     return [(target, part) for (target, _), part in zip(targets, own, strict=True)]
 
@@ -218,9 +219,14 @@ def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int, begin:
     torch.split_with_sizes_copy(sent, message.splits, dim=1, out=pieces)
 
 
+def _part(memory: Tensor, begin: int, numel: int) -> Tensor:
+    (part,) = _views(memory, (begin, numel), [((numel,), (1,), begin)])
+    return part
+
+
 def _views(memory: Tensor, key: Any, places: Iterable[Any]) -> list[Tensor]:
-    """Return views of a slot's buffer (shape, strides and offset of each), which stay with it as it is used again: for
-    what lands, and for what is used. There is no reference to the buffer itself in them."""
+    """Return views of a slot's buffer (shape, strides and offset of each), which stay with it as it is used again.
+    There is no reference to the buffer itself in them."""
     known: dict[Any, list[Tensor]] = vars(memory).setdefault("pieces", {})
     if (views := known.get(key)) is None:
         views = known[key] = [compat.reinterpreted(memory, *place) for place in places]
