@@ -43,10 +43,10 @@ class SharedProgram:
     def first_graph(self) -> Iterator[None]:
         """Compile a graph in the block. If it is the model's first, other ranks wait for this one no longer than until
         the block ends."""
-        if self._schedules.meet():
-            self._owed = [_KEY, _PROGRAM] if self._schedules.is_first else []
-            self._may_take = not self._schedules.is_first
         try:
+            if self._schedules.meet():
+                self._owed = [_KEY, _PROGRAM] if self._schedules.is_first else []
+                self._may_take = not self._schedules.is_first
             yield
         finally:
             self._may_take = self._schedules.is_announced = False
@@ -64,7 +64,7 @@ class SharedProgram:
         """On the first rank, send the program that it has announced, as text; None where it cannot be written down."""
         if _PROGRAM not in self._owed:
             return
-        sent = None if program is None else base64.b64encode(zlib.compress(program().encode(), 1)).decode()
+        sent = None if program is None else base64.b64encode(zlib.compress(program().encode())).decode()
         if sent is not None and len(sent) > MOST_CHARACTERS:
             log.info("the program of the first graph is not sent to other ranks: it has %d characters", len(sent))
             sent = None
