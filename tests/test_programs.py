@@ -289,14 +289,14 @@ def test_what_was_not_used_for_longest_is_removed(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.INFO, "graph_fsdp"):
         for folder in (bounded, unbounded):
             for index, key in enumerate(keys[:3]):
-                folder.write(key, lambda: {"program": "x" * 200})
+                folder.write(key, lambda: json.dumps({"program": "x" * 200}))
                 os.utime(folder.file_of(key), (index, index))
             assert folder.read(keys[0]) is not None  # its last use is now
-            folder.write(keys[3], lambda: {"program": "x" * 200})
+            folder.write(keys[3], lambda: json.dumps({"program": "x" * 200}))
     assert [key for key in keys if bounded.file_of(key).exists()] == [keys[0], keys[2], keys[3]]
     assert all(unbounded.file_of(key).exists() for key in keys)
     assert caplog.text.count("is removed: programs have more than 1000 bytes in all") == 1
-    Folder(tmp_path / "small", 1).write(keys[0], lambda: {"program": ""})
+    Folder(tmp_path / "small", 1).write(keys[0], lambda: json.dumps({"program": ""}))
     assert Folder(tmp_path / "small").read(keys[0]) is not None, "the newest stays"
 
 

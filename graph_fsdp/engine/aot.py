@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from graph_fsdp.passes.ir.effects import draws
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.stage import Snapshot
-from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused, garbage_collected
+from graph_fsdp.passes.pipeline import add_stage, collector_paused, garbage_collected
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
 from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
 from graph_fsdp.report.report import CapturedGraph
@@ -153,12 +154,8 @@ class AotTrace:
     def _run_passes(self, graphs: list[Graph], kind: str) -> None:
         take_unsharded(graphs, self.context)
         before_passes = self.engine.pieces.snapshot(graphs[0], self.entry)
-        try:
-            self.engine.run_passes(graphs, self.context, self.captured, kind)
-        except PassesHaveRun:
-            self._keep(graphs, kind)
-            raise
-        self._keep(graphs, kind)
+        keep = functools.partial(self._keep, graphs, kind)
+        self.engine.run_passes(graphs, self.context, self.captured, kind, keep)
         self._piece = before_passes, kind
 
     def _keep(self, graphs: list[Graph], kind: str) -> None:

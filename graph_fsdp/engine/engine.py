@@ -36,7 +36,7 @@ from graph_fsdp.engine.finalization import Finalization
 from graph_fsdp.engine.kept import KeptPrograms, KeptTrace
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import PythonReads
-from graph_fsdp.engine.ranks import OtherPlan, Schedules
+from graph_fsdp.engine.ranks import Made, OtherPlan, Schedules, nothing
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.engine.substitution import (
     TracedGraph,
@@ -77,8 +77,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Attempts to trace equal layers once: the second leaves out the layer that turned out to be unequal.
-_ATTEMPTS = 2
+_ATTEMPTS = 2  # to trace equal layers once: the second leaves out the layer that turned out to be unequal
 
 # Dynamo wraps what a backend raises; these stay what they are.
 _OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, UnsupportedError, ValueError)
@@ -282,12 +281,12 @@ class Engine:
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
         try:
-            with collector_paused(), compat.without_dispatch_modes():
+            with collector_paused(), compat.without_dispatch_modes(), self.kept_programs.first_graph():
                 self.pipeline.run([Graph(module, "capture")], context)
                 lookup = self.kept_programs.look_up(module, inputs, context, key.entry)
                 if lookup is not None and lookup.program is not None:
                     try:
-                        log.info("the programs of graph %d are those of an earlier start", captured.index)
+                        log.info("the programs of graph %d are those of %s", captured.index, lookup.made_by)
                         kept = KeptTrace.of(self, context, captured, key.entry, lookup.program)
                         return kept.run(module, inputs)
                     except OtherPlan:
@@ -331,11 +330,14 @@ class Engine:
                 groups = [] if repeats is None else repeats.without(reason.layer)
         return trace(self.backend.prepare).run(module, inputs)
 
-    def run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
+    def run_passes(
+        self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str, made: Made = nothing
+    ) -> None:
         if not self.run_passes_only:
-            return self.schedules.run(graphs, context, kind)
+            return self.schedules.run(graphs, context, kind, made=made)
         context.plan = Plan()
         self.pipeline.run(graphs, context)
+        made()
         for graph in graphs:
             captured.views[graph.phase].graph = graph
         raise PassesHaveRun(graphs, context)

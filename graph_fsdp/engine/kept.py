@@ -1,4 +1,4 @@
-"""A start finds the programs of earlier starts, and keeps its own.
+"""A start finds the programs of earlier starts, or takes the first rank's, and keeps its own.
 
 [Note: what runs in the place of a graph]
 Dynamo has traced the model and guards it. What follows, AOTAutograd's trace, the partition and the passes, is done for
@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import json
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ from graph_fsdp import compat
 from graph_fsdp.engine.aot import AotTrace
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.ranks import OtherPlan
+from graph_fsdp.engine.sharing import SharedProgram
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.ir import recurrent
@@ -57,16 +60,18 @@ _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 @dataclass
 class Lookup:
-    """Holds the key of a graph of Dynamo's, and the program that was found for it, or None. ``must``: this one has to
-    be kept. ``whole``: nothing is cut into regions."""
+    """Holds the key of a graph of Dynamo's, and the program that was found for it, or None, which ``made_by`` made.
+    ``must``: this one has to be kept. ``whole``: nothing is cut into regions."""
 
     folder: Folder
+    shared: SharedProgram
     must: bool
     whole: bool
     key: dict[str, str]
     names: Names
     dynamo: fx.Graph
     program: KeptProgram | None = None
+    made_by: str = "an earlier start"
     outputs: Outputs | None = field(default=None, init=False)
     refused: str = field(default="", init=False)
 
@@ -84,9 +89,12 @@ class Lookup:
             if self.outputs is None:
                 raise NotPortable(self.refused)
             program = KeptProgram.of(graphs, kind, self.outputs, context)
-            self.folder.write(self.key, lambda: program.to_data(self.names, self.whole))
+            text = functools.cache(lambda: _text(program.to_data(self.names, self.whole)))
+            self.folder.write(self.key, text)
+            self.shared.send(text)
             return program.cuts
         except NotPortable as reason:
+            self.shared.send(None)
             if self.must:
                 raise UnsupportedError(f"the program of this model cannot be kept: {reason}") from None
             log.info("the program is not kept for later starts: %s", reason)
@@ -98,10 +106,29 @@ class KeptPrograms:
 
     def __init__(self, engine: Engine, folder: Callable[[], Folder | None], fullgraph: bool) -> None:
         self._engine, self._folder, self._fullgraph = engine, folder, fullgraph  # a weak proxy
+        self._shared = SharedProgram(engine.schedules)
+        self.first_graph = self._shared.first_graph
 
     def look_up(self, module: fx.GraphModule, inputs: list[Any], context: PassContext, entry: Entry) -> Lookup | None:
         """Look for the program of a graph of Dynamo's with gathers. None where none can be found or kept; the log says
         why."""
+        found = self._key(module, inputs, context, entry)
+        self._shared.announce(None if found is None else found.key)
+        if found is None or found.must:
+            return found
+        if (data := found.folder.read(found.key)) is not None:
+            self._read(found, data)
+            if found.program is not None:
+                self._shared.send(functools.partial(_text, data))
+        elif (data := self._shared.take(found.key)) is not None:
+            self._read(found, data)
+            if found.program is not None:
+                found.made_by = "the first rank"
+                if not found.folder.file_of(found.key).exists():
+                    found.folder.write(found.key, functools.partial(_text, data))
+        return found
+
+    def _key(self, module: fx.GraphModule, inputs: list[Any], context: PassContext, entry: Entry) -> Lookup | None:
         engine, folder = self._engine, self._folder()
         if folder is None:
             return None
@@ -115,13 +142,17 @@ class KeptPrograms:
                 raise UnsupportedError(f"the program of this model cannot be kept: it depends on {reason}") from None
             log.info("no program of an earlier start is looked for, and none is kept: it depends on %s", reason)
             return None
-        found = Lookup(folder, engine.run_passes_only, engine.whole, key, names, module.graph)
-        if not engine.run_passes_only and (data := folder.read(key)) is not None:
-            try:
-                found.program = KeptProgram.from_data(data, names, compat.current_fake_mode())
-            except _UNREADABLE as error:
-                log.info("%s cannot be used: %r", folder.file_of(key), error)
-        return found
+        return Lookup(folder, self._shared, engine.run_passes_only, engine.whole, key, names, module.graph)
+
+    def _read(self, found: Lookup, data: dict[str, Any]) -> None:
+        try:
+            found.program = KeptProgram.from_data(data, found.names, compat.current_fake_mode())
+        except _UNREADABLE as error:
+            log.info("%s cannot be used: %r", found.folder.file_of(found.key), error)
+
+
+def _text(data: dict[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":"))
 
 
 class KeptTrace(AotTrace):
@@ -252,8 +283,8 @@ class Remade:
 
 def _not_made(name: str, reason: str) -> str:
     return (
-        f"stage {name!r}: the program is one of an earlier start, which keeps no stages, and they cannot be made "
-        f"again: {reason}; compile the model with programs=False"
+        f"stage {name!r}: the program is one of an earlier start, or of another rank, of which no stages are kept, and "
+        f"they cannot be made again: {reason}; compile the model with programs=False"
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 
 class OtherPlan(BaseException):  # AOTAutograd retells every Exception as one of its own
     """Says that the ranks have another plan for graphs than those have been made under."""
+
+
+Made: TypeAlias = Callable[[], None]  # is called when the passes have run, before ranks agree on the graphs
+
+
+def nothing() -> None:
+    """Is the ``Made`` of graphs that are not kept."""
 
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles or plans by itself.
@@ -52,6 +60,34 @@ class Schedules:
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
         self._agreements = 0
         self._facts_agreed = False
+        self.is_announced = False  # that this rank compiles a graph, which it has not scheduled yet
+
+    @property
+    def is_first(self) -> bool:
+        """Say whether this rank decides what others follow."""
+        return self.lockstep is None or dist.get_rank() == self.ranks[0]
+
+    def meet(self) -> bool:
+        """Agree with the other ranks on what they have to have in common, before the model's first graph is compiled.
+        Say whether it was now."""
+        if self.lockstep is None or self._facts_agreed:
+            return False
+        self.lockstep.compiling()
+        self.is_announced = True
+        agree(f"model{self.index}", _facts(self._engine), self.ranks, self._timeout, self.lockstep.check_refused)
+        self._facts_agreed = True
+        return True
+
+    def tell(self, what: str, said: str) -> None:
+        """On the first rank, say something of the model's first graph to the others."""
+        publish(f"model{self.index}/{what}", said, self.ranks)
+
+    def told(self, what: str, patience: float) -> str | None:
+        """On another rank, return what the first one says; None where it has not for ``patience`` seconds. Raises
+        RankFailure if a rank has ended meanwhile."""
+        assert self.lockstep is not None
+        check = functools.partial(self.lockstep.check_refused, is_late=False)
+        return agreement.poll(f"model{self.index}/{what}", self.ranks, patience, check)
 
     def run(
         self,
@@ -60,24 +96,24 @@ class Schedules:
         kind: str,
         kept: list[str] | None = None,
         passes: Callable[[list[Graph], PassContext], None] | None = None,
+        made: Made = nothing,
     ) -> None:
         """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it. Then
         agree with the other ranks on new collectives. ``kept``: the buckets that an earlier plan has these graphs
-        keep. ``passes``: instead of the pipeline's, for graphs that have been through them."""
+        keep. ``passes``: instead of the pipeline's, for graphs that have been through them. ``made``: called once they
+        have run, before the ranks agree."""
         shared = self.lockstep is not None
         passes = passes or self._engine.pipeline.run
-        decides = not shared or dist.get_rank() == self.ranks[0]
         refused = self.lockstep.check_refused if self.lockstep is not None else None
-        if self.lockstep is not None and (kind not in self.plans or not self._facts_agreed):
-            self.lockstep.compiling()
-        if shared and not self._facts_agreed:
-            agree(f"model{self.index}", _facts(self._engine), self.ranks, self._timeout, refused)
-            self._facts_agreed = True
+        self.meet()
+        if self.lockstep is not None and kind not in self.plans:
+            self.lockstep.compiling(again=self.is_announced)
+        self.is_announced = False
         plan, key = self.plans.get(kind), f"model{self.index}/plan{self._plans_made}"
         is_new, failed = plan is None, False
         if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
             self._plans_made += 1
-            if not decides:
+            if not self.is_first:
                 found = json.loads(receive(key, self.ranks, self._timeout, refused))
                 failed = found["kind"] is None
                 plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
@@ -89,7 +125,7 @@ class Schedules:
             self.plans[kind] = plan  # which is received once
             raise
         except Exception:
-            if is_new and decides and shared:
+            if is_new and self.is_first and shared:
                 # The others meet the same error, or say that they did not.
                 publish(key, json.dumps({"kind": None}), self.ranks)
             raise
@@ -97,8 +133,9 @@ class Schedules:
             raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")
         if plan is None:
             plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
-        if is_new and decides and shared:
+        if is_new and self.is_first and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
+        made()
         self.agree(graphs, context, is_compiling=is_new)
         self.plans[kind] = plan
 

@@ -5,8 +5,11 @@ and settings, the passes, the cost model, the versions of torch, Python and this
 of AOTAutograd and Inductor, modes as autocast, and the kind of device are the key (``key.py``): a program is found
 where all of that is equal. What differs, and what cannot be written down (a pass of the user, an operator that others
 have registered, tensor subclasses), is a miss, and the model is compiled as ever; the logger ``graph_fsdp`` says at
-level INFO what it was. Not kept are programs of symbolic sizes, of graphs that write to their inputs (BatchNorm in
-training) or return views, with constants or graphs within them, of tensor-parallel models and of ``fullgraph=False``.
+level INFO what it was. On a cold start the first rank makes the program of a model's first graph, and ranks with an
+equal key take it through the store of the process group (``engine/sharing.py``).
+
+Not kept are programs of symbolic sizes, of graphs that write to their inputs (BatchNorm in training) or return views,
+with constants or graphs within them, of tensor-parallel models and of ``fullgraph=False``.
 
 Files are JSON, for the user alone, and nothing in them is run as code (``folder.py``, ``passes/ir/portable.py``). Ranks
 agree on what they have found as on what they have made. Nothing is removed: delete the folder to have it empty.

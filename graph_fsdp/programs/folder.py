@@ -64,16 +64,16 @@ class Folder:
         found: dict[str, Any] = json.loads(body)
         return found
 
-    def write(self, key: Mapping[str, str], program: Callable[[], Mapping[str, Any]]) -> None:
-        """Keep a program, unless one is kept for the key or another process of this host is about to: ``program`` is
-        then not called. The log says where it cannot be written."""
+    def write(self, key: Mapping[str, str], program: Callable[[], str]) -> None:
+        """Keep a program, in JSON, unless one is kept for the key or another process of this host is about to:
+        ``program`` is then not called. The log says where it cannot be written."""
         path = self.file_of(key)
         try:
             self.make()
             with FileLock(path.with_suffix(".lock"), mode=_FILE).acquire(timeout=0):
                 if path.exists() and self.read(key) is not None:
                     return
-                body = json.dumps(program(), separators=(",", ":"))
+                body = program()
                 head = json.dumps({"key": dict(key), "sha256": hashlib.sha256(body.encode()).hexdigest()})
                 self._put(path, f"{head}\n{body}")
                 self._make_room()

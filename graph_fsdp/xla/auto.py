@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from graph_fsdp import compat
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.engine.dynamo import Entry
+from graph_fsdp.engine.ranks import Made, nothing
 from graph_fsdp.module.module import original_forward
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes import Graph, PassContext, PassPipeline
@@ -102,8 +103,10 @@ class GlobalEngine(XlaEngine):
             return False
         return self.mesh.placements([example]) == [self.mesh.batch]
 
-    def run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
-        super().run_passes(graphs, context, captured, kind)
+    def run_passes(
+        self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str, made: Made = nothing
+    ) -> None:
+        super().run_passes(graphs, context, captured, kind, made)
         lowered = lower_global(graphs, self.spec, mesh_name(self.mesh.devices, (REPLICATE, SHARD)), SHARD)
         for graph in graphs:
             # AOTAutograd reads the graph that it is to run: what is kept for backward is other values there.

@@ -22,6 +22,7 @@ from graph_fsdp import compat
 TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 5.0  # a rank that waits longer looks whether another one has given up
 _POLL_SECONDS = 0.02
+_POLL_SHARE, _LONGEST_POLL_SECONDS = 0.02, 0.5  # of a wait for another rank's work
 _RANKS_IN_MESSAGE = 16
 # Backends of which only this process exists: torch's for planning and tests, and those of benchmarks/.
 _ALONE = frozenset({"fake", "simulated", "virtual"})
@@ -132,6 +133,22 @@ def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, re
     store, name = compat.default_store(), f"{prefix_of(ranks, key)}/value"
     if wait(store, [name], timeout, refused):
         raise RankDisagreement(_did_not_come(ranks[:1], key, timeout))
+    return store.get(name).decode()
+
+
+def poll(key: str, ranks: Sequence[int], timeout: float, refused: Callable[[], None]) -> str | None:
+    """Return what :func:`receive` does, where that may take minutes in which nothing is wrong: torch's own wait warns
+    each time that it is interrupted for a look. None where nothing is published within ``timeout`` seconds."""
+    store, name = compat.default_store(), f"{prefix_of(ranks, key)}/value"
+    begin = looked = now = time.monotonic()
+    while not store.check([name]):
+        if now - begin > timeout:
+            return None
+        if now - looked > PATIENCE_SECONDS:
+            refused()
+            looked = now
+        time.sleep(min(max(_POLL_SECONDS, _POLL_SHARE * (now - begin)), _LONGEST_POLL_SECONDS))
+        now = time.monotonic()
     return store.get(name).decode()
 
 

@@ -131,14 +131,16 @@ class Lockstep(Lookout):
                 raise
             raise cause from error
 
-    def compiling(self) -> None:
+    def compiling(self, *, again: bool = False) -> None:
         """Announce that this rank is about to wait for others to compile what they have not run before. Another rank
-        may be in the program that is predicted here, and learns of it."""
+        may be in the program that is predicted here, and learns of it. ``again``: it has been announced, and another
+        wait begins."""
         self.raise_again()
-        self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {self.me}")
-        self.failures.add_news()
-        self._compiled += 1
-        self._settled = -1  # others may have gone on to the next
+        if not again:
+            self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {self.me}")
+            self.failures.add_news()
+            self._compiled += 1
+            self._settled = -1  # others may have gone on to the next
         self._compiling_since = time.monotonic()
 
     def compiled(self) -> None:
@@ -147,11 +149,13 @@ class Lockstep(Lookout):
             self._compiling_since = 0.0
             self._delete(f"{self._base}compiling{self._compiled - 1}")
 
-    def check_refused(self) -> None:
+    def check_refused(self, *, is_late: bool = True) -> None:
         """Raise RankDisagreement if another rank runs a program here, while this one waits to compile, RankFailure if
-        it failed."""
+        it failed. ``is_late``: others should have come."""
         self._raise_announced(self.position)
         self._raise_failures(self.position, "compile with this rank")
+        if not is_late:
+            return
         seconds = time.monotonic() - self._compiling_since
         self.failures.tell(self.position, seconds, lambda: "the wait for others to compile with it")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from graph_fsdp.checkpoint import group
+from graph_fsdp.engine import sharing
 from graph_fsdp.runtime.ranks import agreement, failure, lockstep
 
 ROOT = Path(__file__).parents[2]
@@ -113,9 +114,10 @@ def test_seconds_of_the_page_are_those_of_the_code() -> None:
         "failure": failure,
         "lockstep": lockstep,
         "group": group,
+        "sharing": sharing,
     }
     found = re.findall(r"^\| (\d+) \| [^|]+ \| `(\w+)\.(\w+)` \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(found) == 7
+    assert len(found) == 8
     for seconds, module, name in found:
         assert float(seconds) == getattr(modules[module], name), name
 
