@@ -242,6 +242,17 @@ def a_program_that_cannot_be_written_down_is_made_on_all_ranks() -> None:
 
 
 @FACTS
+def ranks_of_a_mesh_too_large_for_one_store_trace_for_themselves() -> None:
+    most, sharing.MOST_RANKS = sharing.MOST_RANKS, 1
+    try:
+        with watched() as seen:
+            train(compiled(own_folder()))
+    finally:
+        sharing.MOST_RANKS = most
+    assert seen.traces == 1
+
+
+@FACTS
 def a_program_too_long_for_the_store_is_made_on_all_ranks() -> None:
     before, sharing.MOST_CHARACTERS = sharing.MOST_CHARACTERS, 100
     folder = own_folder()

@@ -8,7 +8,8 @@ another key, with none, or with a program of its own waits for nothing. Who make
 
 Nothing is decided by what was sent: ranks agree on the order of collectives as they do on what each has made. What the
 first rank raises ends the wait: the others then trace, and raise what they find themselves. Only a first graph is
-shared, and only in the first attempt to compile it, as no rank knows which graphs others compile later.
+shared, and only in the first attempt to compile it, as no rank knows which graphs others compile later. All read from
+one store, so a mesh of more than ``MOST_RANKS`` ranks shares nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 300.0  # with a first rank that lives and does not come: a rank that waits longer traces
+MOST_RANKS = 1024  # that one store sends a program to; on a larger mesh each rank traces
 MOST_CHARACTERS = 4 << 20  # of a message; torch's store takes no more than twice as many
 _KEY, _PROGRAM = "key", "program"
 
@@ -44,7 +46,7 @@ class SharedProgram:
         """Compile a graph in the block. If it is the model's first, other ranks wait for this one no longer than until
         the block ends."""
         try:
-            if self._schedules.meet():
+            if self._schedules.meet() and len(self._schedules.ranks) <= MOST_RANKS:
                 self._owed = [_KEY, _PROGRAM] if self._schedules.is_first else []
                 self._may_take = not self._schedules.is_first
             yield
