@@ -48,7 +48,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watched]:
-    seen, trace = Watched(), Engine._through_aot_autograd
+    seen, trace = Watched(), Engine.through_aot_autograd
 
     def counted(*args: Any) -> Any:
         seen.traces += 1
@@ -59,11 +59,11 @@ def watched() -> Iterator[Watched]:
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    Engine._through_aot_autograd = counted  # type: ignore[method-assign]
+    Engine.through_aot_autograd = counted  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        Engine._through_aot_autograd = trace  # type: ignore[method-assign]
+        Engine.through_aot_autograd = trace  # type: ignore[method-assign]
         logger.removeHandler(handler)
         logger.setLevel(level)
 
@@ -71,17 +71,17 @@ def watched() -> Iterator[Watched]:
 @contextlib.contextmanager
 def before_the_partition(happens: Callable[[], object]) -> Iterator[None]:
     """Something happens when this rank has traced a graph and is about to divide it."""
-    partitioned = AotTrace._partitioned
+    partitioned = AotTrace.partitioned
 
     def struck(*args: Any) -> Any:
         happens()
         return partitioned(*args)
 
-    AotTrace._partitioned = struck  # type: ignore[method-assign]
+    AotTrace.partitioned = struck  # type: ignore[method-assign]
     try:
         yield
     finally:
-        AotTrace._partitioned = partitioned  # type: ignore[method-assign]
+        AotTrace.partitioned = partitioned  # type: ignore[method-assign]
 
 
 def rank() -> int:

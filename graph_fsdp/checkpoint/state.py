@@ -40,7 +40,9 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
     """Return the names by which optimizers' states are saved: the model's, without what wrappers put into them. Raises
     ValueError if an optimizer has parameters of something else."""
-    names = {p: name.replace("_orig_mod.", "").removeprefix("module.") for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {
+        p: name.replace("_orig_mod.", "").removeprefix("module.") for name, p in model.named_parameters()
+    }
     for optimizer in optimizers:
         unknown = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if unknown:

@@ -100,7 +100,7 @@ class AotTrace:
         kind = self._kind(joint_graph)
         begin = time.perf_counter()
         with garbage_collected():
-            forward, backward = self._partitioned(joint_graph, joint_inputs, num_fwd_outputs, options)
+            forward, backward = self.partitioned(joint_graph, joint_inputs, num_fwd_outputs, options)
         graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
         graphs[1].absent = absent
         save_as_they_were(graphs[0], num_fwd_outputs)
@@ -109,7 +109,7 @@ class AotTrace:
         self._run_passes(graphs, kind)
         return forward, backward
 
-    def _partitioned(
+    def partitioned(
         self, joint: Graph, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Divide a joint graph, which stays, but for what nothing reads."""

@@ -293,7 +293,7 @@ class Engine:
                         log.info("the ranks have another plan for graph %d", captured.index)
                         captured.remake = None
                 trace = functools.partial(AotTrace, self, context, captured, key.entry, lookup=lookup)
-                return self._through_aot_autograd(module, inputs, trace)
+                return self.through_aot_autograd(module, inputs, trace)
         except (VerificationError, PassError) as error:
             save_failure(error, self)
             for node in module.graph.nodes:  # torch 2.15's Dynamo erases them from the last: a pass may have moved them
@@ -308,9 +308,9 @@ class Engine:
     @property
     def trace_graph(self) -> Callable[..., Any]:
         """Return how graphs are traced, as a function of what has ``spec``, ``backend`` and ``repeat_traces``."""
-        return type(self)._through_aot_autograd
+        return type(self).through_aot_autograd
 
-    def _through_aot_autograd(
+    def through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
     ) -> Callable[..., Any]:
         """Compile a graph whose equal layers are traced once. ``trace``: makes an ``AotTrace``, given ``prepare``."""

@@ -292,7 +292,7 @@ def _not_made(name: str, reason: str) -> str:
 class _Workshop:
     """Has of an engine what a trace needs of it, and not the model, which a report may outlive."""
 
-    trace: Callable[..., Any]  # ``Engine._through_aot_autograd``
+    trace: Callable[..., Any]  # ``Engine.through_aot_autograd``
     spec: ModelSpec
     pipeline: PassPipeline
     backend: Backend
