@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Batch = dict[str, Tensor]
 
@@ -315,3 +316,28 @@ HUGGING_FACE_CASES = {
 }
 
 CASES = {**SMALL_CASES, **HUGGING_FACE_CASES}
+
+
+SAVES_PRODUCTS = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+
+class Selective(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=SAVES_PRODUCTS)
+        return self.head(x)
+
+
+class SelectiveAnew(MLP):
+    """Makes a policy for each layer; ``different``: the last two have another one."""
+
+    def __init__(self, depth: int, different: bool = False) -> None:
+        super().__init__(depth)
+        gelu, addmm = torch.ops.aten.gelu.default, torch.ops.aten.addmm.default
+        self.saved = [gelu if different and layer > 1 else addmm for layer in range(depth)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, operator in zip(self.blocks, self.saved, strict=True):
+            policy = functools.partial(create_selective_checkpoint_contexts, [operator])
+            x = checkpoint(block, x, use_reentrant=False, context_fn=policy)
+        return self.head(x)

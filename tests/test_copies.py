@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graph_fsdp
 from graph_fsdp.passes import Role
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm import collectives
 from graph_fsdp.runtime.comm.collectives import (
     Gather,
     mean_of,
     pack_gradients,
     start_all_gather,
 )
+from graph_fsdp.runtime.comm.pieces import unpack
 from graph_fsdp.runtime.comm.quantized import start_reduce_scatter
 
 Compared = Callable[[], dict[str, tuple[Tensor, Tensor]]]
@@ -286,7 +286,7 @@ def test_what_is_unpacked_is_written_to_its_own_places(dtype: torch.dtype) -> No
     landing = torch.arange(RANKS * 16).to(dtype)
     slot = torch.zeros(1 + RANKS * 48, dtype=dtype)
     buffer = slot[1:]
-    collectives.unpack(landing, buffer, message, RANKS)
+    unpack(landing, buffer, message, RANKS)
     ranks = landing.view(RANKS, 16)
     for offset, numel in [(18, 3), (24, 5)]:
         parameter = ranks[:, offset - 16 : offset - 16 + numel].reshape(-1)
@@ -304,7 +304,7 @@ def test_what_lands_in_a_buffer_that_was_unpacked_to_before_is_read_as_it_lands(
         torch.randn(60, out=landing)
         expected = []
         for message, begin in (first, 0), (second, 36):
-            collectives.unpack(landing, buffer, message, 4, begin)
+            unpack(landing, buffer, message, 4, begin)
             rows = landing[begin : begin + 4 * message.numel].view(4, -1)
             expected += [piece.reshape(-1) for piece in rows.split(message.splits, 1)]
         assert torch.equal(buffer, torch.cat(expected))
@@ -324,9 +324,9 @@ def test_chunks_of_one_size_at_equal_distances_are_unpacked_by_one_copy(
     message = GatherLayout.make(offsets, numels, 20, 4).messages[0]
     assert message.runs == runs
     landing, buffer = torch.randn(80), torch.full((80,), -1.0)
-    collectives.unpack(landing, buffer, message, 4)
+    unpack(landing, buffer, message, 4)
     with Operators() as ran:
-        collectives.unpack(landing, buffer, message, 4)
+        unpack(landing, buffer, message, 4)
     assert ran.names == ["aten::_foreach_copy_"] and not ran.allocated
     expected = torch.full((80,), -1.0)  # in gaps
     for offset, numel in zip(offsets, numels, strict=True):
@@ -347,7 +347,7 @@ def test_a_buffer_is_unpacked_as_each_message_says() -> None:
             message = layout.messages[0]
             landing = torch.randn(world * message.numel)
             buffer.zero_()
-            collectives.unpack(landing, buffer, message, world)
+            unpack(landing, buffer, message, world)
             pieces = landing.view(world, -1).split(message.splits, 1)
             expected = torch.cat([piece.reshape(-1) for piece in pieces])
             assert torch.equal(buffer[: len(expected)], expected) and not buffer[len(expected) :].any()

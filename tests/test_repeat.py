@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Callable
@@ -13,10 +12,22 @@ import torch
 import torch.nn.functional as F
 from launch import run_ranks
 from marks import mostly_long
-from models import CLASSES, GPT, HUGGING_FACE_CASES, MLP, SEQUENCE, WIDTH, MLPBlock, UnevenBlock, llama
+from models import (
+    CLASSES,
+    GPT,
+    HUGGING_FACE_CASES,
+    MLP,
+    SEQUENCE,
+    WIDTH,
+    MLPBlock,
+    Selective,
+    SelectiveAnew,
+    UnevenBlock,
+    llama,
+)
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
 from graph_fsdp.passes import Graph
@@ -134,31 +145,6 @@ class Checkpointed(MLP):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
-
-SAVES_PRODUCTS = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-
-
-class Selective(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, context_fn=SAVES_PRODUCTS)
-        return self.head(x)
-
-
-class SelectiveAnew(MLP):
-    """Makes a policy for each layer; ``different``: the last two have another one."""
-
-    def __init__(self, depth: int, different: bool = False) -> None:
-        super().__init__(depth)
-        gelu, addmm = torch.ops.aten.gelu.default, torch.ops.aten.addmm.default
-        self.saved = [gelu if different and layer > 1 else addmm for layer in range(depth)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block, operator in zip(self.blocks, self.saved, strict=True):
-            policy = functools.partial(create_selective_checkpoint_contexts, [operator])
-            x = checkpoint(block, x, use_reentrant=False, context_fn=policy)
         return self.head(x)
 
 

@@ -50,6 +50,12 @@ class ShardedParameter:
         """Return what modules hold while no forward runs."""
         return self.shard if self.whole is None else self.whole
 
+    @property
+    def in_modules(self) -> nn.Parameter | None:
+        """Return what stands in the model now, which may be somebody else's."""
+        module, leaf = self.owners[0]
+        return module._parameters.get(leaf)
+
     def register(self, value: nn.Parameter) -> None:
         """Put ``value`` into the modules."""
         for module, leaf in self.owners:

@@ -239,8 +239,7 @@ class Storage(Shards):
     def _take_over(self, p: ShardedParameter) -> bool:
         """Take over changes of one parameter; say whether ``data`` was assigned ([Note: data of a DTensor])."""
         if p.whole is not None:
-            module, leaf = p.owners[0]
-            p.whole = registered = module._parameters.get(leaf)
+            p.whole = registered = p.in_modules
             if registered is not None and registered.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(registered.requires_grad)
         else:
@@ -340,10 +339,8 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _take_replacement(p: ShardedParameter) -> None:
-    module, leaf = p.owners[0]
-    registered = module._parameters.get(leaf)
-    if registered is not p.shard:
-        p.shard, p.hooks = checked_replacement(p, registered), -1
+    if p.in_modules is not p.shard:
+        p.shard, p.hooks = checked_replacement(p, p.in_modules), -1
 
 
 def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:

@@ -87,10 +87,8 @@ class XlaStorage(Shards):
         """Take over ``requires_grad`` and replaced objects (``load_state_dict(assign=True)``); shard what was
         loaded."""
         for p in self.parameters.values():
-            module, leaf = p.owners[0]
-            registered = module._parameters.get(leaf)
-            if registered is not p.shard:
-                self._replace(p, registered)
+            if p.in_modules is not p.shard:
+                self._replace(p, p.in_modules)
             if p.placeholder.requires_grad != p.shard.requires_grad:
                 p.placeholder.requires_grad_(p.shard.requires_grad)
         self._shard_again()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
 from graph_fsdp.runtime.comm.pairs import exchange, exchange_all_gather, is_pair, own_first
+from graph_fsdp.runtime.comm.pieces import part_of, unpack
 from graph_fsdp.runtime.comm.streams import UnderWay
 from graph_fsdp.runtime.ranks import lockstep
 from graph_fsdp.runtime.slots import Allocate, by_device
@@ -104,10 +105,10 @@ class Gather:
         for message, lands_in_place in self.messages:
             begin, numel = message.begin, message.numel
             if lands_in_place and comm is None:
-                target = result if self.is_one else _part(result, world * begin, world * numel)
+                target = result if self.is_one else part_of(result, world * begin, world * numel)
             else:
                 assert landing is not None
-                target = landing if self.is_one else _part(landing, used, world * numel)
+                target = landing if self.is_one else part_of(landing, used, world * numel)
                 unpacked += [(landing, used, message)] if message.offsets else []
                 used += world * numel
             pairs.append((target, source if self.is_one else source[begin : begin + numel]))
@@ -173,7 +174,7 @@ def _is_float8(dtype: torch.dtype) -> bool:
 def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
     """Cast each rank's part of a message to where it belongs in the target, to be sent from there."""
     rank = group.rank()
-    own = [_part(target, rank * part.numel(), part.numel()) for target, part in targets]
+    own = [part_of(target, rank * part.numel(), part.numel()) for target, part in targets]
     compat.foreach_copy(own, [part for _, part in targets])
     return [(target, part) for (target, _), part in zip(targets, own, strict=True)]
 
@@ -201,36 +202,6 @@ def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | N
         for shard, offset in zip(shards, layout.offsets, strict=True)
     )
     return first.as_strided((layout.length,), (1,), begin) if in_place else None
-
-
-def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int, begin: int = 0) -> None:
-    """Copy what lies from ``begin`` on in ``landing`` from rank-major (as gathered) to parameter-major (as used): in
-    one kernel where the device has one; on the CPU by one call, each run of chunks by one copy, and no gaps."""
-    row, key, start = message.numel, (world, message.cuts), message.begin
-    if landing.is_cpu:
-        runs = message.runs
-        rows = (((world, n, size), (row, step, 1), begin + at - start) for at, size, n, step in runs)
-        used = (((world, n, size), (size, world * step, 1), world * at) for at, size, n, step in runs)
-        compat.foreach_copy(_views(buffer, key, used), _views(landing, (*key, begin), rows))
-        return
-    (sent,) = _views(landing, (*key, begin), [((world, row), (row, 1), begin)])
-    places = zip(itertools.accumulate(message.splits, initial=start), message.splits, strict=False)
-    pieces = _views(buffer, key, (((world, size), (size, 1), world * at) for at, size in places))
-    torch.split_with_sizes_copy(sent, message.splits, dim=1, out=pieces)
-
-
-def _part(memory: Tensor, begin: int, numel: int) -> Tensor:
-    (part,) = _views(memory, (begin, numel), [((numel,), (1,), begin)])
-    return part
-
-
-def _views(memory: Tensor, key: Any, places: Iterable[Any]) -> list[Tensor]:
-    """Return views of a slot's buffer (shape, strides and offset of each), which stay with it as it is used again.
-    There is no reference to the buffer itself in them."""
-    known: dict[Any, list[Tensor]] = vars(memory).setdefault("pieces", {})
-    if (views := known.get(key)) is None:
-        views = known[key] = [compat.reinterpreted(memory, *place) for place in places]
-    return views
 
 
 def keep_shard(
