@@ -39,6 +39,15 @@ def test_gloo_launches_no_groups_of_collectives(fake_group: dist.ProcessGroup) -
     assert not compat.launches_groups(dist.group.WORLD, CUDA)
 
 
+def test_groups_of_members_are_named_alike_by_a_process_that_takes_anothers_place() -> None:
+    names: list[list[str]] = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        names.append([compat.group_of_members([0]).group_name for _ in range(2)])
+        dist.destroy_process_group()
+    assert names[0] == names[1] and names[0][0] != names[0][1]
+
+
 def test_a_group_of_collectives_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat.distributed, "launches_groups", lambda group, device: True)
     full, parts = ([torch.full((n,), 2.0) for _ in range(3)] for n in (4, 2))

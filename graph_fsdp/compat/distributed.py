@@ -8,9 +8,10 @@ import functools
 import hashlib
 import inspect
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -172,7 +173,8 @@ _METHODS: dict[Any, tuple[str, str, Callable[[], Any]]] = {
 }
 
 
-_groups_made: Counter[tuple[int, ...]] = Counter()  # by their ranks
+# By their ranks, since the process group of all ranks was made: a process that takes another's place counts from then.
+_groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def group_of_members(
@@ -185,10 +187,10 @@ def group_of_members(
     torch would name the group by the number of groups that this process has, or in 2.15 has made. That differs
     where ranks are members of some groups and not of others, and they would wait for each other under several names.
     """
-    members = tuple(ranks)
-    _groups_made[members] += 1  # all of them make these together
-    name = hashlib.sha1(f"graph_fsdp {members} {_groups_made[members]}".encode(), usedforsecurity=False).hexdigest()
-    world: Any = dist.group.WORLD
+    members, world = tuple(ranks), cast(Any, dist.group.WORLD)
+    made = _groups_made.setdefault(world, Counter())
+    made[members] += 1  # all of them make these together
+    name = hashlib.sha1(f"graph_fsdp {members} {made[members]}".encode(), usedforsecurity=False).hexdigest()
     c10d: Any = distributed_c10d
     bound, world.bound_device_id = world.bound_device_id, None
     name_as_torch, c10d._process_group_name = c10d._process_group_name, lambda *_, **__: name
