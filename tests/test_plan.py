@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import json
 import warnings
@@ -111,6 +113,20 @@ def test_a_mesh_of_two_dimensions_replicates_over_the_first() -> None:
 def test_hardware_changes_the_prediction() -> None:
     assert planned(hardware="a100").step_seconds > planned().step_seconds
     assert planned(passes=default_pipeline(prefetch=0)).exposed_seconds >= planned().exposed_seconds
+
+
+def test_the_summary_tells_what_fits_from_what_is_reserved() -> None:
+    plan = planned()
+    assert plan.peak_nbytes < plan.reserved.nbytes
+    for memory, says, waits in (
+        (plan.reserved.nbytes, "fits in", False),
+        (plan.reserved.nbytes - 1, "fits in", True),
+        (plan.peak_nbytes - 1, "does not fit in", False),
+    ):
+        smaller = copy.copy(plan)
+        smaller.hardware = dataclasses.replace(plan.hardware, memory=memory)
+        text = str(smaller)
+        assert f" GB, {says}" in text and ("more than there is" in text) == waits, text
 
 
 # Bad input

@@ -183,13 +183,15 @@ class Plan(GraphReport):
         told = [f"a straggler of {self.conditions.straggler:g}"] if self.conditions.straggler > 1 else []
         told += ["contention"] if self.conditions.contention else []
         met = f", with {' and '.join(told)}" if told else ""
+        over = self.fits and self.reserved.nbytes > self.hardware.memory
+        more = ", more than there is: torch will wait for the device, and give back free blocks" if over else ""
         lines = [
             f"plan: {self._numel:,} parameters on a mesh of {self.dimensions} {self.hardware.name}{met}",
             f"  step {self.step_seconds * 1e3:,.1f} ms: {seconds}, optimizer {self.optimizer_seconds * 1e3:,.1f}; "
             f"exposed communication {self.exposed_seconds * 1e3:,.1f}",
             f"  {speed}{self.mfu:.1%} MFU",
             f"  peak {self.peak_nbytes / 1e9:.2f} GB, {room} in {self.hardware.memory / 1e9:.0f}: {held}",
-            f"  reserved {self.reserved.nbytes / 1e9:.2f} GB",
+            f"  reserved {self.reserved.nbytes / 1e9:.2f} GB{more}",
         ]
         return "\n".join(lines)
 
