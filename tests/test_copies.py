@@ -26,8 +26,8 @@ from graph_fsdp.runtime.comm.collectives import (
     pack_gradients,
     start_all_gather,
 )
-from graph_fsdp.runtime.comm.pieces import unpack
 from graph_fsdp.runtime.comm.quantized import start_reduce_scatter
+from graph_fsdp.runtime.comm.unpacking import unpack
 
 Compared = Callable[[], dict[str, tuple[Tensor, Tensor]]]
 WIDTH, RANKS = 1024, 8

@@ -35,8 +35,8 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
 from graph_fsdp.runtime.comm.pairs import exchange, exchange_all_gather, is_pair, own_first
-from graph_fsdp.runtime.comm.pieces import part_of, unpack
 from graph_fsdp.runtime.comm.streams import UnderWay
+from graph_fsdp.runtime.comm.unpacking import part_of, unpack
 from graph_fsdp.runtime.ranks import lockstep
 from graph_fsdp.runtime.slots import Allocate, by_device
 
