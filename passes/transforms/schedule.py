@@ -213,20 +213,20 @@ def choose(gathers: Gathers, segments: Segments, budget: int | None, room: int =
         faster, with_more = _fastest(gathers, segments, more) if more > limit else (seconds, chosen)
         if faster * WORTH < seconds:
             seconds, chosen = faster, with_more
-    return _no_further(gathers, segments, chosen)
+    return _no_further(gathers, segments, seconds, chosen)
 
 
-def _no_further(gathers: Gathers, segments: Segments, after: After) -> After:
-    """Let as few of the first gathers as it takes start further than one unit ahead, where that is as fast.
+def _no_further(gathers: Gathers, segments: Segments, seconds: float, after: After) -> After:
+    """Let as few of the first gathers as it takes start further than one unit ahead, where that is as fast: ``after``
+    takes ``seconds``.
 
     Where the link is late from some gather on, it is so however early the gathers behind it start: they would only
     take memory, and compute would not begin when a gather ends but when a reduction does.
     """
-    limit = segments.seconds(after) * _EQUAL
     near = list(map(max, after, units_ahead(gathers)))
     for count in (0, *(2**i for i in range(len(after).bit_length()))):
         nearer = [*after[:count], *near[count:]]
-        if segments.seconds(nearer) <= limit:
+        if segments.seconds(nearer) <= seconds * _EQUAL:
             return nearer
     return after
 
