@@ -73,12 +73,13 @@ def workload_of(options: argparse.Namespace, **changes: Any) -> Workload:
 
 
 def command_of(script: str, arguments: Sequence[str]) -> str:
-    """The command line without where its results went."""
+    """The command line without where its results went, behind whether programs were kept, if that was told."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for folder in ("--results", "--images"):
         parser.add_argument(folder)
     _, kept = parser.parse_known_args(list(arguments))
-    return shlex.join(["python", f"benchmarks/{Path(script).name}", *kept])
+    given = [f"{name}={os.environ[name]}" for name in ("GRAPH_FSDP_PROGRAMS",) if name in os.environ]
+    return shlex.join([*given, "python", f"benchmarks/{Path(script).name}", *kept])
 
 
 # Ranks
