@@ -299,6 +299,10 @@ def test_an_event_is_waited_for_once() -> None:
     step(model)
     step(model)
     assert event.waits == 1
+    model.set_post_optim_event(event)
+    model.set_post_optim_event(torch.cpu.current_stream().record_event())  # None: a stream of the CPU has no events
+    step(model)
+    assert event.waits == 1
 
 
 class Doubled(nn.Module):

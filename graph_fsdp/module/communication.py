@@ -283,9 +283,10 @@ class CommunicationMethods:
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward wait for ``event``, recorded after the optimizer's step: for optimizers that run on
-        another stream than the current one, which every gather follows."""
+        another stream than the current one, which every gather follows. None, which ``record_event()`` of a stream of
+        ``torch.cpu`` returns, is nothing to wait for."""
         engine, _ = place(self)
-        if not hasattr(event, "wait"):
+        if event is not None and not hasattr(event, "wait"):
             raise TypeError(f"event must be a torch.Event, got {event!r}")
         engine.wait_before_forward = event
 
