@@ -18,7 +18,7 @@ the first use or the next communication node, so that it keeps no operator from 
 
 The buffer of a gather of several messages exists only where the graph needs it whole (kept for backward, or returned).
 A gather sends a slice of the shard storage, which is an input of the lowered graph in place of the shards in it
-(``ShardSlice``), so that nothing is packed.
+(``GatherInput``), so that nothing is packed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class ShardSlice:
-    """Is an input of the lowered graph for a gather. ``places`` are its shards' among the scheduled graph's inputs."""
+class GatherInput:
+    """Describes the input of the lowered graph that a gather sends. ``places``: its shards' among the scheduled graph's
+    inputs."""
 
     places: tuple[int, ...]
     layout: GatherLayout
@@ -151,12 +152,12 @@ class Lowering:
         copy.meta.pop("fsdp", None)
         return copy
 
-    def _inputs(self) -> tuple[int | ShardSlice, ...]:
+    def _inputs(self) -> tuple[int | GatherInput, ...]:
         """Return the scheduled graph's inputs, without shards that only gathers read, and the gathers' slices."""
         places = self.places
         starts = [n for n in self.graph.fx_graph.nodes if n.target is dialect.all_gather_start]
         sliced = [start for start in starts if all(shard in places for shard in operands(start))]
-        inputs: list[int | ShardSlice] = []
+        inputs: list[int | GatherInput] = []
         for node, place in places.items():
             if not node.users or any(user not in sliced for user in node.users):
                 self.values[node] = self.fx_graph.node_copy(node)
@@ -165,7 +166,7 @@ class Lowering:
         for start in sliced:
             layout = layout_of(start)
             self.slices[start] = self.placeholder(f"shards_{start.name}", operands(start)[0], (layout.length,))
-            inputs.append(ShardSlice(tuple(places[shard] for shard in operands(start)), layout))
+            inputs.append(GatherInput(tuple(places[shard] for shard in operands(start)), layout))
         return tuple(inputs)
 
     # Gathers
@@ -365,6 +366,6 @@ class WholeProgram:
 
     def __call__(self, args: list[Any]) -> Any:
         self.counter.collectives.update(self.collectives)
-        inputs = [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
+        inputs = [i.of(args) if isinstance(i, GatherInput) else args[i] for i in self.inputs]
         args.clear()
         return seen_by(ranges(self.graph.phase), Event("run"), self.function, inputs)
