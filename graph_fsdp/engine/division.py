@@ -64,8 +64,7 @@ class Division:
                     divided.append(self._compile(backward, context, captured))
             return divided[0](args, self._deferred)
 
-        vars(run)["_boxed_call"] = True  # as of what it wraps (``Engine.program``)
-        return run
+        return compat.boxed(run)
 
     def _compile(
         self, backward: Graph, context: PassContext, captured: CapturedGraph

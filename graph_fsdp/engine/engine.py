@@ -351,11 +351,7 @@ class Engine:
         read = PassContext(context.model, cost=context.cost, forward_outputs=context.forward_outputs)
         captured.add_program(graph, program, functools.partial(memory_profile, graph, read, keep_slots))
         self.programs[captured.index, graph.phase] = program
-        runnable = self._runnable(program, context)
-        # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
-        # the wrappers that torch puts around backward copy instance attributes only.
-        vars(runnable)["_boxed_call"] = True
-        return runnable
+        return compat.boxed(self._runnable(program, context))
 
     def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
         if self.whole:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON
 from graph_fsdp.engine.recompilation import Cause
@@ -105,8 +106,7 @@ class Pieces:
             sharing = pieces._decide(piece.step)
             return pieces._run(piece, sharing, args) if sharing else base(args)
 
-        vars(run)["_boxed_call"] = True  # see Engine.program
-        return run
+        return compat.boxed(run)
 
     def _decide(self, step: _Step) -> Sharing:
         """Decide what a piece that runs now takes and gives."""
