@@ -354,7 +354,7 @@ class Remake:
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:
         with (
-            compat.tracing(compat.TracingContext(self.mode)),
+            compat.tracing_in(self.mode),
             compat.tracing_options(fullgraph=True),
             compat.traced_as(recurrent.TRACED),
             compat.without_dispatch_modes(),
