@@ -30,12 +30,12 @@ from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.passes import Graph, PassContext, Plan
-from graph_fsdp.passes.context import PassError, Sharing, VerificationError
+from graph_fsdp.passes.context import Sharing
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage
-from graph_fsdp.report.report import CapturedGraph, save_failure
+from graph_fsdp.report.report import CapturedGraph, failures_saved
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -158,11 +158,8 @@ class Pieces:
         add_stage(graph, context, "partition", time.perf_counter() - begin)
         kind, keeps = f"{piece.step.kind} {sharing.key()}", list(kept) if piece.phase == "forward" else None
         engine.graphs.append(captured)
-        try:
+        with failures_saved(engine):
             engine.schedules.run([graph], context, kind, keeps)
-        except (VerificationError, PassError) as error:  # no backend of Dynamo's, which would save it
-            save_failure(error, engine)
-            raise
         engine.regions.prepare([graph])
         return engine.program(graph, context, captured), graph.taken, list(graph.given)
 
