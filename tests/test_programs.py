@@ -181,7 +181,7 @@ def test_stages_are_made_when_they_are_read_or_an_error_says_what_to_do(folder: 
     second = start(folder)
     stages = second.report.forward.stages
     assert list(stages)[:2] == ["partition", "just_in_time"]
-    second.report.graphs[-1].remake.workshop.pipeline = default_pipeline().remove("prefetch")  # makes other graphs
+    second.report.graphs[-1].remake.engine.pipeline = default_pipeline().remove("prefetch")  # makes other graphs
     with pytest.raises(LookupError, match="compile the model with programs=False"):
         _ = stages["bucket"].code
 

@@ -309,11 +309,6 @@ class Engine:
     ) -> None:
         substitute_shards(module, inputs, parameters, context)
 
-    @property
-    def trace_graph(self) -> Callable[..., Any]:
-        """Return how graphs are traced, as a function of what has ``spec``, ``backend`` and ``repeat_traces``."""
-        return type(self).through_aot_autograd
-
     def through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
     ) -> Callable[..., Any]:
