@@ -266,7 +266,7 @@ class Lowering:
         return self._divided(self._spread(parts, begins, start.meta["val"].numel()), _mean(start)[2])
 
     def _rank_major(self, grad: fx.Node, node: fx.Node, world: int) -> fx.Node:
-        """A gradient as (ranks, elements of a chunk), in the reduction's dtype, padded with zeros."""
+        """Return a gradient as (ranks, elements of a chunk), in the reduction's dtype, padded with zeros."""
         shape = grad.meta["val"].shape
         padding = -shape[0] % world
         if padding:
@@ -299,7 +299,7 @@ def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
 
 
 def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
-    """Begin and end of a slice of a flat tensor; None for any other use of it."""
+    """Return begin and end of a slice of a flat tensor; None for any other use of it."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.args[1] != 0:
         return None
     _, _, begin, end = node.args
@@ -307,7 +307,7 @@ def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
 
 
 def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
-    """Whether a use of a gathered buffer can do with the messages alone."""
+    """Say whether a use of a gathered buffer can do with the messages alone."""
     if user.target in (dialect.free, dialect.keep_shard):
         return True
     bounds = _slice_bounds(user)
@@ -318,7 +318,7 @@ def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
 
 
 class _Chunk(NamedTuple):
-    """Is a part of a message that lies in the buffer in one piece, in elements of the bucket's shard."""
+    """Describes a part of a message that is contiguous in the buffer, in elements of the bucket's shard."""
 
     message: int
     begin: int
@@ -333,7 +333,7 @@ def _chunks(layout: GatherLayout) -> Iterator[_Chunk]:
 
 
 def _chunk_at(layout: GatherLayout, element: int) -> _Chunk:
-    """The chunk that an element of the buffer lies in."""
+    """Return the chunk that an element of the buffer lies in."""
     place = element // layout.world_size
     return next(c for c in _chunks(layout) if c.begin <= place < c.begin + c.numel)
 

@@ -24,7 +24,8 @@ def load_safetensors(
 
     Raises:
         CheckpointError: on every rank, before anything is written: the files cannot be read or do not fit the model.
-        RankDisagreement: ranks were given different files, or another rank cannot read its own; likewise.
+        RankDisagreement: ranks were given different files, or another rank cannot read its own; on every rank, before
+            anything is written.
     """
     mesh = engine_of(model).storage.mesh
     facts: list[str] = []

@@ -106,7 +106,8 @@ class UnitMethods:
         self._set_prefetch("forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Start gathering these units when this one has arrived in backward, likewise."""
+        """Start gathering these units when this one has arrived in backward. An empty list leaves it to the
+        pipeline."""
         self._set_prefetch("backward_prefetch", modules)
 
     def _set_prefetch(self, field: str, modules: Sequence[Any]) -> None:

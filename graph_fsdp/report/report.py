@@ -201,7 +201,7 @@ class CapturedGraph:
 
 
 class _Latest:
-    """Is the latest captured graph of a phase, as an attribute of a report."""
+    """Makes the latest captured graph of a phase an attribute of a report."""
 
     def __init__(self, phase: Phase) -> None:
         self.phase: Phase = phase
