@@ -388,7 +388,7 @@ def test_precompile_says_what_it_cannot_keep(folder: Path) -> None:
     with pytest.raises(TypeError, match="kernels must be True, to build them, or False, got 'cpu'"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder, kernels="cpu")  # type: ignore[arg-type]
     (folder.parent / "file").write_text("")
-    with pytest.raises(ValueError, match=r"path='.*file': there can be no folder of programs"):
+    with pytest.raises(ValueError, match=r"path='.*file': there can be no folder of programs: .*; name another one"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder.parent / "file")
     with pytest.raises(TypeError, match="leave programs out"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder, programs=folder)
