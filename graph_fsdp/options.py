@@ -161,7 +161,9 @@ class CompileOptions:
                 f"cuda_graphs out, or pass {_backends('captures_regions')}"
             )
         if device.type not in CAPTURES:
-            raise MeshError(f"cuda_graphs=True needs a mesh of CUDA devices, this one is of {device.type}")
+            raise MeshError(
+                f"cuda_graphs=True needs a mesh of CUDA devices, this one is of {device.type}; leave cuda_graphs out"
+            )
         if self.regions == "whole":
             raise UnsupportedError(
                 "cuda_graphs=True captures what lies between collectives, and regions='whole' leaves nothing between "

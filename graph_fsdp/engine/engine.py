@@ -253,7 +253,10 @@ class Engine:
 
         def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
             if self.backend.name == "xla":
-                raise UnsupportedError("backend='xla': a module was exchanged for another after its code was compiled")
+                raise UnsupportedError(
+                    "backend='xla': a module was exchanged for another after its code was compiled; exchange it before "
+                    "graph_fsdp.compile"
+                )
             again = why_run_again(cause, [p.spec.name for p in given.values()])
             return self._compile_with(key, again, module, inputs, given)
 

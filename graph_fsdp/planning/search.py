@@ -231,7 +231,10 @@ def search_pipelines(
         assert isinstance(choice.mesh_shape, Dimensions) and choice.schedule is not None
         replicas = choice.mesh_shape.dp_replicate * choice.mesh_shape.dp_shard
         if microbatches % replicas:
-            raise MeshError(f"microbatches: {microbatches} do not divide by the {replicas} ranks that have rows apart")
+            raise MeshError(
+                f"microbatches: {microbatches} do not divide by the {replicas} ranks that have rows apart; give a "
+                "multiple"
+            )
         stage, parallelize = divided(choice.mesh_shape)
         return plan_pipeline(
             stage,

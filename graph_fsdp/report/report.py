@@ -303,7 +303,8 @@ class GraphReport(report_text.Printed):
         """Return unified diffs of what a pass changed, over the latest graphs that it ran on."""
         latest = {phase: c.views[phase] for c in self.graphs for phase in PHASES if stage in c.stages[phase]}
         if not latest:
-            raise KeyError(f"no graph has a stage {stage!r}")
+            names = dict.fromkeys(name for c in self.graphs for phase in PHASES for name in c.stages[phase])
+            raise KeyError(f"no graph has a stage {stage!r}; there are {', '.join(names) or 'none'}")
         return "\n".join(f"# {phase} graph\n{latest[phase].diff(stage)}" for phase in PHASES if phase in latest)
 
     def parts(self) -> Iterable[RenderableType]:
