@@ -265,7 +265,10 @@ def world_size_of_environment() -> int:
     set no rendezvous (SLURM), where each process would train a model of its own."""
     found = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))
     if not found.isdigit():
-        raise MeshError(f"the environment variable WORLD_SIZE (or SLURM_NTASKS) is {found!r}, not a number of ranks")
+        raise MeshError(
+            f"the environment variable WORLD_SIZE (or SLURM_NTASKS) is {found!r}, not a number of ranks; unset it, or "
+            "start with torchrun"
+        )
     launched = int(found)
     if launched > 1:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -162,7 +161,9 @@ class CompileOptions:
                 f"cuda_graphs out, or pass {_backends('captures_regions')}"
             )
         if device.type not in CAPTURES:
-            raise MeshError(f"cuda_graphs=True needs a mesh of CUDA devices, this one is of {device.type}")
+            raise MeshError(
+                f"cuda_graphs=True needs a mesh of CUDA devices, this one is of {device.type}; leave cuda_graphs out"
+            )
         if self.regions == "whole":
             raise UnsupportedError(
                 "cuda_graphs=True captures what lies between collectives, and regions='whole' leaves nothing between "
@@ -262,14 +263,7 @@ class CompileOptions:
         if given is None:
             find = BACKENDS[self.backend]().programs_folder
             return lambda: Folder(path, _MOST_BYTES) if (path := find()) is not None else None
-        folder = Folder(Path(given))
-        try:
-            folder.make()
-        except OSError as error:
-            raise ValueError(
-                f"programs={str(given)!r}: there can be no folder of programs: {error.strerror or error}; name another "
-                "one, or pass programs=False"
-            ) from error
+        folder = Folder.named("programs", given, "name another one, or pass programs=False")
         return lambda: folder
 
     def _check_programs(self) -> None:

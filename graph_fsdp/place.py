@@ -154,16 +154,20 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Mod
     for p in ignored if ignored is not None else ():
         if isinstance(p, nn.Module):
             if p not in modules:
-                raise ValueError(f"ignored_params holds a module ({type(p).__name__}) that is no submodule of model")
+                raise ValueError(
+                    f"ignored_params holds a module ({type(p).__name__}) that is no submodule of model; leave it out"
+                )
             found.update(p.parameters())
             continue
         if not isinstance(p, nn.Parameter):
-            raise TypeError(f"ignored_params holds {p!r}, neither a parameter nor a module but a {type(p).__name__}")
+            raise TypeError(f"ignored_params holds {p!r}, a {type(p).__name__}; give parameters and modules of model")
         if p not in parameters:
-            raise ValueError(f"ignored_params holds a tensor of shape {tuple(p.shape)} that is no parameter of model")
+            raise ValueError(
+                f"ignored_params holds a tensor of shape {tuple(p.shape)} that is no parameter of model; leave it out"
+            )
         found.add(p)
     if found and found == parameters:
-        raise ValueError("ignored_params holds every parameter of model, so there is nothing to shard")
+        raise ValueError("ignored_params holds every parameter of model, so there is nothing to shard; leave some out")
     return found
 
 

@@ -163,7 +163,7 @@ class GraphPass:
     provides: Collection[str] = ()
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        raise TypeError(f"{type(self).__name__} is a GraphPass without run(graph, context)")
+        raise TypeError(f"{type(self).__name__} is a GraphPass without run(graph, context); define it")
 
     def runs_in(self) -> tuple[str, ...]:
         """Return the phases that the object sets by ``phase`` or ``phases``, or else its class, or else a base of it.

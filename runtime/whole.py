@@ -18,7 +18,7 @@ the first use or the next communication node, so that it keeps no operator from 
 
 The buffer of a gather of several messages exists only where the graph needs it whole (kept for backward, or returned).
 A gather sends a slice of the shard storage, which is an input of the lowered graph in place of the shards in it
-(``ShardSlice``), so that nothing is packed.
+(``GatherInput``), so that nothing is packed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class ShardSlice:
-    """Is an input of the lowered graph for a gather. ``places`` are its shards' among the scheduled graph's inputs."""
+class GatherInput:
+    """Describes the input of the lowered graph that a gather sends. ``places``: its shards' among the scheduled graph's
+    inputs."""
 
     places: tuple[int, ...]
     layout: GatherLayout
@@ -151,12 +152,12 @@ class Lowering:
         copy.meta.pop("fsdp", None)
         return copy
 
-    def _inputs(self) -> tuple[int | ShardSlice, ...]:
+    def _inputs(self) -> tuple[int | GatherInput, ...]:
         """Return the scheduled graph's inputs, without shards that only gathers read, and the gathers' slices."""
         places = self.places
         starts = [n for n in self.graph.fx_graph.nodes if n.target is dialect.all_gather_start]
         sliced = [start for start in starts if all(shard in places for shard in operands(start))]
-        inputs: list[int | ShardSlice] = []
+        inputs: list[int | GatherInput] = []
         for node, place in places.items():
             if not node.users or any(user not in sliced for user in node.users):
                 self.values[node] = self.fx_graph.node_copy(node)
@@ -165,7 +166,7 @@ class Lowering:
         for start in sliced:
             layout = layout_of(start)
             self.slices[start] = self.placeholder(f"shards_{start.name}", operands(start)[0], (layout.length,))
-            inputs.append(ShardSlice(tuple(places[shard] for shard in operands(start)), layout))
+            inputs.append(GatherInput(tuple(places[shard] for shard in operands(start)), layout))
         return tuple(inputs)
 
     # Gathers
@@ -265,7 +266,7 @@ class Lowering:
         return self._divided(self._spread(parts, begins, start.meta["val"].numel()), _mean(start)[2])
 
     def _rank_major(self, grad: fx.Node, node: fx.Node, world: int) -> fx.Node:
-        """A gradient as (ranks, elements of a chunk), in the reduction's dtype, padded with zeros."""
+        """Return a gradient as (ranks, elements of a chunk), in the reduction's dtype, padded with zeros."""
         shape = grad.meta["val"].shape
         padding = -shape[0] % world
         if padding:
@@ -298,7 +299,7 @@ def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
 
 
 def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
-    """Begin and end of a slice of a flat tensor; None for any other use of it."""
+    """Return begin and end of a slice of a flat tensor; None for any other use of it."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.args[1] != 0:
         return None
     _, _, begin, end = node.args
@@ -306,7 +307,7 @@ def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
 
 
 def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
-    """Whether a use of a gathered buffer can do with the messages alone."""
+    """Say whether a use of a gathered buffer can do with the messages alone."""
     if user.target in (dialect.free, dialect.keep_shard):
         return True
     bounds = _slice_bounds(user)
@@ -317,7 +318,7 @@ def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
 
 
 class _Chunk(NamedTuple):
-    """Is a part of a message that lies in the buffer in one piece, in elements of the bucket's shard."""
+    """Describes a part of a message that is contiguous in the buffer, in elements of the bucket's shard."""
 
     message: int
     begin: int
@@ -332,7 +333,7 @@ def _chunks(layout: GatherLayout) -> Iterator[_Chunk]:
 
 
 def _chunk_at(layout: GatherLayout, element: int) -> _Chunk:
-    """The chunk that an element of the buffer lies in."""
+    """Return the chunk that an element of the buffer lies in."""
     place = element // layout.world_size
     return next(c for c in _chunks(layout) if c.begin <= place < c.begin + c.numel)
 
@@ -365,6 +366,6 @@ class WholeProgram:
 
     def __call__(self, args: list[Any]) -> Any:
         self.counter.collectives.update(self.collectives)
-        inputs = [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
+        inputs = [i.of(args) if isinstance(i, GatherInput) else args[i] for i in self.inputs]
         args.clear()
         return seen_by(ranges(self.graph.phase), Event("run"), self.function, inputs)

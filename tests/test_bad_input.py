@@ -273,7 +273,7 @@ WRONG_TYPES = [
     ("passes", [], "must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got []"),
     ("reshard_after_forward", 1.0, "1.0"),
     ("reshard_after_forward", "yes", "'yes'"),
-    ("ignored_params", ["head.weight"], "holds 'head.weight'"),
+    ("ignored_params", ["head.weight"], "holds 'head.weight', a str; give parameters and modules"),
     ("ignored_params", nn.Parameter(torch.ones(5)), "Parameter"),
     ("ignored_params", nn.Linear(2, 2), "one module (Linear)"),
 ]
@@ -285,9 +285,9 @@ def test_an_option_of_the_wrong_type(fake_group: None, option: str, value: Any, 
 
 
 def test_ignored_parameters_that_are_not_some_of_the_models(fake_group: None) -> None:
-    model, other = MLP(), nn.Parameter(torch.ones(3))
-    refuse(model, ValueError, "ignored_params", "shape (3,)", "no parameter of model", ignored_params=[other])
-    refuse(model, ValueError, "ignored_params", "(Linear)", "no submodule", ignored_params=[nn.Linear(2, 2)])
+    model, other, module = MLP(), nn.Parameter(torch.ones(3)), nn.Linear(2, 2)
+    refuse(model, ValueError, "ignored_params", "(3,)", "no parameter of model; leave it out", ignored_params=[other])
+    refuse(model, ValueError, "ignored_params", "(Linear)", "submodule of model; leave it out", ignored_params=[module])
     refuse(model, ValueError, "ignored_params holds every parameter", ignored_params=model.parameters())
     refuse(model, ValueError, "ignored_params holds every parameter", ignored_params=[model])
 

@@ -71,7 +71,9 @@ def refused(error: type[Exception], *words: str, **options: Any) -> None:
 
 
 def test_a_mesh_of_other_devices(fake_group: None) -> None:
-    refused(graph_fsdp.MeshError, "cuda_graphs=True needs a mesh of CUDA devices, this one is of cpu")
+    refused(
+        graph_fsdp.MeshError, "cuda_graphs=True needs a mesh of CUDA devices, this one is of cpu; leave cuda_graphs out"
+    )
 
 
 def test_options_that_cannot_go_with_it(fake_group: None, graphs: None) -> None:

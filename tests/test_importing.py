@@ -80,7 +80,7 @@ def test_wrong_arguments_are_named_and_nothing_is_written() -> None:
         ({}, {"rank": 3}, ValueError, "rank must be a global rank of the model's mesh, 0 to 0, got 3"),
         ({}, {"strict": None}, TypeError, "strict must be True or False, got None"),
         ({}, {}, CheckpointError, r"Missing key\(s\) in state_dict: \"blocks.0.up.weight\""),
-        ([("head.bias", 3)], {}, TypeError, r"tensors\['head.bias'\] is int, and not a whole tensor"),
+        ([("head.bias", 3)], {}, TypeError, r"tensors\['head.bias'\] is int, and not a whole tensor; give one"),
         ([torch.ones(1)], {}, TypeError, "tensors must give pairs of a name and a tensor, got Tensor"),
         ({"head.bias": torch.ones(5, dtype=torch.long)}, {}, CheckpointError, "int64 cannot be written into torch.fl"),
     ):

@@ -181,7 +181,7 @@ def test_stages_are_made_when_they_are_read_or_an_error_says_what_to_do(folder: 
     second = start(folder)
     stages = second.report.forward.stages
     assert list(stages)[:2] == ["partition", "just_in_time"]
-    second.report.graphs[-1].remake.workshop.pipeline = default_pipeline().remove("prefetch")  # makes other graphs
+    second.report.graphs[-1].remake.engine.pipeline = default_pipeline().remove("prefetch")  # makes other graphs
     with pytest.raises(LookupError, match="compile the model with programs=False"):
         _ = stages["bucket"].code
 
@@ -388,7 +388,7 @@ def test_precompile_says_what_it_cannot_keep(folder: Path) -> None:
     with pytest.raises(TypeError, match="kernels must be True, to build them, or False, got 'cpu'"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder, kernels="cpu")  # type: ignore[arg-type]
     (folder.parent / "file").write_text("")
-    with pytest.raises(ValueError, match=r"path='.*file': there can be no folder of programs"):
+    with pytest.raises(ValueError, match=r"path='.*file': there can be no folder of programs: .*; name another one"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder.parent / "file")
     with pytest.raises(TypeError, match="leave programs out"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder, programs=folder)

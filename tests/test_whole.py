@@ -25,7 +25,7 @@ from graph_fsdp.passes import default_pipeline
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.report.report import GraphReport, engine_of
 from graph_fsdp.runtime.backends import BACKENDS
-from graph_fsdp.runtime.whole import Lowering, ShardSlice
+from graph_fsdp.runtime.whole import GatherInput, Lowering
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -251,7 +251,7 @@ def test_what_a_gather_sends_is_one_input_in_place_of_the_shards() -> None:
     model = compiled(MLP())
     model(torch.ones(4, 16)).sum().backward()
     program = engine_of(model).programs[0, "forward"]
-    sent = [i for i in program.inputs if isinstance(i, ShardSlice)]
+    sent = [i for i in program.inputs if isinstance(i, GatherInput)]
     assert [len(i.places) for i in sent] == [4, 4, 2]
     records = [node.meta["fsdp"] for node in program.graph.placeholders if "fsdp" in node.meta]
     storage = engine_of(model).storage

@@ -32,6 +32,10 @@ class Extent(NamedTuple):
     offset: int
     length: int
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
 
 class Written(NamedTuple):
     """Says what is known of an entry that was written."""
@@ -62,15 +66,14 @@ def sums_of(folder: Path, extents: Iterable[Extent]) -> dict[Extent, int]:
     """Compute the sums of entries. Raises CheckpointError where a file is not there, or shorter."""
     sums: dict[Extent, int] = {}
     for file, wanted in by_file(extents).items():
-        content, end = content_of(folder / file), max(extent.offset + extent.length for extent in wanted)
+        content, end = content_of(folder / file), max(extent.end for extent in wanted)
         if end > len(content):
             raise CheckpointError(f"{folder / file} has {len(content):,} bytes and should have {end:,}: it is cut off")
-        sums.update({extent: _sum(content, extent.offset, extent.length) for extent in wanted})
+        sums.update({extent: _sum(content, extent.offset, extent.end) for extent in wanted})
     return sums
 
 
-def _sum(content: Tensor, offset: int, length: int) -> int:
-    end = offset + length
+def _sum(content: Tensor, offset: int, end: int) -> int:
     first = min(-(-offset // _WORD) * _WORD, end)
     last = max(end // _WORD * _WORD, first)
     total = int(content[first:last].view(torch.int64).sum()) if first < last else 0

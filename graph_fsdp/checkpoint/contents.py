@@ -100,8 +100,8 @@ def check(path: AnyPath) -> Checked:
     except CheckpointError:
         problems.append(f"{METADATA} is not what was written")
     for name, extents in checkpoint.extents().items():
-        size, last = (checkpoint.path / name).stat().st_size, extents[-1]
-        if checkpoint.checksums and size != last.offset + last.length:
+        size = (checkpoint.path / name).stat().st_size
+        if checkpoint.checksums and size != extents[-1].end:
             problems.append(f"{name} has {size:,} bytes, and more than was written")
         for extent in extents:
             entries, nbytes = entries + 1, nbytes + extent.length
@@ -110,7 +110,7 @@ def check(path: AnyPath) -> Checked:
                 _check_crc(checkpoint, extent)
                 sums += extent in checkpoint.checksums
             except CheckpointError:
-                problems.append(f"{name} is damaged from byte {extent.offset:,} to {extent.offset + extent.length:,}")
+                problems.append(f"{name} is damaged from byte {extent.offset:,} to {extent.end:,}")
     if problems:
         raise CheckpointError(f"{checkpoint.path} is damaged: {'; '.join(problems)}")
     return Checked(nbytes, entries, sums)

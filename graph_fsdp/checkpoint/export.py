@@ -53,7 +53,7 @@ def export(
 
     Raises:
         TypeError, ValueError, UnsupportedError: an argument or the model does not fit; at the call, on every rank.
-        RankDisagreement: ranks gave different arguments; likewise.
+        RankDisagreement: ranks gave different arguments; at the call, on every rank.
         ParameterChangedError: a parameter was written to since the call: an optimizer's step ran between two tensors.
         RankFailure: another rank raised in it, or has died; on the CPU after ``agreement.PATIENCE_SECONDS`` at most.
     """

@@ -121,8 +121,8 @@ class Writer(dcp.FileSystemWriter):
     def check_visible(self, written: Iterable[Extent]) -> None:
         """Check that what the other ranks wrote is visible to this one."""
         for name, extents in by_file(written).items():
-            file, last = self.temporary / name, extents[-1]
-            if not file.is_file() or file.stat().st_size != last.offset + last.length:
+            file = self.temporary / name
+            if not file.is_file() or file.stat().st_size != extents[-1].end:
                 raise CheckpointError(
                     f"{file} was written by another rank and is not here in full; save to a folder that all hosts share"
                 )
@@ -162,7 +162,7 @@ class Reader(dcp.FileSystemReader):
             return False
         part = saved[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
         begin = entry.data + part.storage_offset() * part.itemsize
-        inside = extent.offset <= begin <= extent.offset + extent.length - part.nbytes
+        inside = extent.offset <= begin <= extent.end - part.nbytes
         if part.shape != item.lengths or not part.is_contiguous() or not inside:
             return False
         target.view(-1).view(torch.uint8).copy_(content[begin : begin + part.nbytes])

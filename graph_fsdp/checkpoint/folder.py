@@ -47,7 +47,10 @@ class Header:
         """Read the header; None where another program wrote it. Raises CheckpointError if damaged or newer."""
         header = read_json(path / HEADER, lambda fields: cls(**fields))
         if header is not None and header.format not in (1, FORMAT):
-            raise CheckpointError(f"{path} is of format {header.format}, and this version reads 1 and {FORMAT}")
+            raise CheckpointError(
+                f"{path} is of format {header.format}, and this version reads 1 and {FORMAT}; read it with the "
+                "version of graph_fsdp that wrote it"
+            )
         return header
 
 

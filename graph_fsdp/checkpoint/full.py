@@ -24,7 +24,8 @@ def load_safetensors(
 
     Raises:
         CheckpointError: on every rank, before anything is written: the files cannot be read or do not fit the model.
-        RankDisagreement: ranks were given different files, or another rank cannot read its own; likewise.
+        RankDisagreement: ranks were given different files, or another rank cannot read its own; on every rank, before
+            anything is written.
     """
     mesh = engine_of(model).storage.mesh
     facts: list[str] = []
@@ -76,7 +77,10 @@ def _fitting(
         raise TypeError(f"state_dict must be a dict of whole tensors on rank 0, got {type(state_dict).__name__}")
     wrong = next((key for key, value in state_dict.items() if type(value) not in (Tensor, nn.Parameter)), None)
     if wrong is not None:
-        raise TypeError(f"state_dict[{wrong!r}] is {type(state_dict[wrong]).__name__}, and not a whole tensor")
+        raise TypeError(
+            f"state_dict[{wrong!r}] is {type(state_dict[wrong]).__name__}, and not a whole tensor; give one, of a "
+            "DTensor its full_tensor()"
+        )
     shapes = {key: value.shape for key, value in state_dict.items()}
     matched = match_keys(model, shapes, strict=strict, where="a state dict")
     last_first = reversed(model.state_dict(keep_vars=True).items())

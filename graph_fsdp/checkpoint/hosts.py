@@ -124,7 +124,7 @@ def files_in(path: Path) -> dict[str, int]:
 def sizes_of(path: Path) -> dict[str, int]:
     """Return name → bytes of all files of a checkpoint, here or not, by its sums; empty where these are not here."""
     try:
-        return {name: last.offset + last.length for name, (*_, last) in by_file(checksums.read(path)).items()}
+        return {name: extents[-1].end for name, extents in by_file(checksums.read(path)).items()}
     except CheckpointError:
         return {}
 

@@ -141,7 +141,10 @@ class _Written:
             name, tensor = item
             target = self.targets.get(name)
             if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-                raise TypeError(f"tensors[{name!r}] is {type(tensor).__name__}, and not a whole tensor")
+                raise TypeError(
+                    f"tensors[{name!r}] is {type(tensor).__name__}, and not a whole tensor; give one, of a DTensor its "
+                    "full_tensor()"
+                )
             if target is None:
                 unexpected.append(name)
             elif problem := size_mismatch(name, tensor.shape, target):

@@ -141,10 +141,10 @@ class Checkpoint:
         """Check that all files are there and long enough. Raises CheckpointError with those that are not."""
         problems = []
         for name, extents in self.extents().items():
-            file, last = self.path / name, extents[-1]
+            file = self.path / name
             if not file.is_file():
                 problems.append(f"{name} is not there")
-            elif (size := file.stat().st_size) < (expected := last.offset + last.length):
+            elif (size := file.stat().st_size) < (expected := extents[-1].end):
                 problems.append(f"{name} has {size:,} bytes and should have {expected:,}")
         if problems:
             raise CheckpointError(f"{self.path} is damaged: {'; '.join(problems)}")

@@ -118,7 +118,7 @@ class _Below(TorchDispatchMode):
 
 
 class _Started(dist.Work):
-    """Is the operator's result, which nobody waits for."""
+    """Stands for the collective's work in what the operator returns; nobody waits for it."""
 
 
 def _become(modes: Sequence[Any]) -> None:

@@ -286,11 +286,7 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 def values_in(mode: FakeTensorMode, values: Iterable[Any]) -> list[Any]:
     """Return ``values`` with those of another fake mode as values of this one, which torch 2.9 does not do itself."""
-
-    def in_mode(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, FakeTensor) and value.fake_mode is not mode else value
-
-    return list(map(in_mode, values))
+    return [mode.from_tensor(v) if isinstance(v, FakeTensor) and v.fake_mode is not mode else v for v in values]
 
 
 def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DeviceShard:
-    """Is the part of a tensor that a device of this host holds. ``padded`` is on the CPU, as large as that of each
+    """Holds the part of a tensor that is on a device of this host. ``padded`` is on the CPU, as large as that of each
     other device; ``offset`` and ``size`` are those of the part in the tensor, without the padding."""
 
     padded: Tensor
@@ -287,7 +287,7 @@ def backward_compiled_with_forward() -> Iterator[None]:
 
 
 class WithoutMemory(Tensor):
-    """Has a shape, dtype and device; nothing can be computed with it."""
+    """Describes a tensor by shape, dtype and device; nothing can be computed with it."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:

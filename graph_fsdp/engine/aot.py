@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 import weakref
@@ -114,14 +113,13 @@ class AotTrace:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Divide a joint graph, which stays, but for what nothing reads."""
         module, graph = joint.module, joint.fx_graph
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(compat.activation_memory_budget(joint.activation_memory_budget))
-            stack.enter_context(
-                compat.random_states_only_where(draws, draws_as_eager=self.engine.backend.name == "eager")
-            )
-            stack.enter_context(compat.quick_minimum_cuts())
-            stack.enter_context(compat.graphs_without_code())
-            stack.enter_context(compat.quick_copies())
+        with (
+            compat.activation_memory_budget(joint.activation_memory_budget),
+            compat.random_states_only_where(draws, draws_as_eager=self.engine.backend.name == "eager"),
+            compat.quick_minimum_cuts(),
+            compat.graphs_without_code(),
+            compat.quick_copies(),
+        ):
             forward, backward = compat.min_cut_rematerialization_partition(
                 module, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
             )

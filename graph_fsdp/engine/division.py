@@ -59,13 +59,11 @@ class Division:
             if self._deferred is None:
                 return whole(args)
             if not divided:
-                tracing = compat.tracing(compat.TracingContext(mode))
-                with tracing, collector_paused(), compat.without_dispatch_modes():
+                with compat.tracing_in(mode), collector_paused(), compat.without_dispatch_modes():
                     divided.append(self._compile(backward, context, captured))
             return divided[0](args, self._deferred)
 
-        vars(run)["_boxed_call"] = True  # as of what it wraps (``Engine.program``)
-        return run
+        return compat.boxed(run)
 
     def _compile(
         self, backward: Graph, context: PassContext, captured: CapturedGraph

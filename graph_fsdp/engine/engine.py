@@ -63,7 +63,7 @@ from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.repeat import Repeats
 from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
-from graph_fsdp.report.report import CapturedGraph, save_failure
+from graph_fsdp.report.report import CapturedGraph, failures_saved
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.comm.collectives import Comms
 from graph_fsdp.runtime.cuda.capture import CAPTURES
@@ -253,7 +253,10 @@ class Engine:
 
         def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
             if self.backend.name == "xla":
-                raise UnsupportedError("backend='xla': a module was exchanged for another after its code was compiled")
+                raise UnsupportedError(
+                    "backend='xla': a module was exchanged for another after its code was compiled; exchange it before "
+                    "graph_fsdp.compile"
+                )
             again = why_run_again(cause, [p.spec.name for p in given.values()])
             return self._compile_with(key, again, module, inputs, given)
 
@@ -269,19 +272,14 @@ class Engine:
         parameters: dict[int, ShardedParameter],
     ) -> Callable[..., Any]:
         """Compile a graph of Dynamo's for these parameters, by the places of their inputs."""
-        spec, settings = self.spec, key.settings
-        if settings.own_reduce_group:
-            spec = dataclasses.replace(spec, own_reduce_group=self.own_reduce_group)
-        captured = CapturedGraph(len(self.graphs), spec, cause)
-        context = PassContext(
-            spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
-        )
+        captured, context = self.new_graph(cause, key.settings)
         context.inputs.extensions = self.extensions
         self._shape_envs.add(compat.current_fake_mode().shape_env)
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
+        first_graph = self.kept_programs.first_graph()
         try:
-            with collector_paused(), compat.without_dispatch_modes(), self.kept_programs.first_graph():
+            with failures_saved(self), collector_paused(), compat.without_dispatch_modes(), first_graph:
                 self.pipeline.run([Graph(module, "capture")], context)
                 lookup = self.kept_programs.look_up(module, inputs, context, key.entry)
                 if lookup is not None and lookup.program is not None:
@@ -294,21 +292,25 @@ class Engine:
                         captured.remake = None
                 trace = functools.partial(AotTrace, self, context, captured, key.entry, lookup=lookup)
                 return self.through_aot_autograd(module, inputs, trace)
-        except (VerificationError, PassError) as error:
-            save_failure(error, self)
+        except (VerificationError, PassError):
             for node in module.graph.nodes:  # torch 2.15's Dynamo erases them from the last: a pass may have moved them
                 node.args, node.kwargs = (), {}
             raise
+
+    def new_graph(self, cause: Cause, settings: Settings) -> tuple[CapturedGraph, PassContext]:
+        """Return the record of a graph that is captured with these settings, and the context of its passes."""
+        spec = self.spec
+        if settings.own_reduce_group:
+            spec = dataclasses.replace(spec, own_reduce_group=self.own_reduce_group)
+        captured = CapturedGraph(len(self.graphs), spec, cause)
+        return captured, PassContext(
+            spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
+        )
 
     def _substitute_shards(
         self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
     ) -> None:
         substitute_shards(module, inputs, parameters, context)
-
-    @property
-    def trace_graph(self) -> Callable[..., Any]:
-        """Return how graphs are traced, as a function of what has ``spec``, ``backend`` and ``repeat_traces``."""
-        return type(self).through_aot_autograd
 
     def through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
@@ -351,11 +353,7 @@ class Engine:
         read = PassContext(context.model, cost=context.cost, forward_outputs=context.forward_outputs)
         captured.add_program(graph, program, functools.partial(memory_profile, graph, read, keep_slots))
         self.programs[captured.index, graph.phase] = program
-        runnable = self._runnable(program, context)
-        # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
-        # the wrappers that torch puts around backward copy instance attributes only.
-        vars(runnable)["_boxed_call"] = True
-        return runnable
+        return compat.boxed(self._runnable(program, context))
 
     def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
         if self.whole:

@@ -9,7 +9,6 @@ that no rank has stays None.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +18,13 @@ from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.sharded import ShardedParameter
-from graph_fsdp.passes import Graph, PassContext
-from graph_fsdp.passes.context import PassError, VerificationError
+from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.agreed_order import kind_of
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.transforms.edits import without_defaults
 from graph_fsdp.passes.transforms.insert_gathers import Annotate, mark_tangents
-from graph_fsdp.report.report import CapturedGraph, save_failure
+from graph_fsdp.report.report import failures_saved
 from graph_fsdp.runtime.withheld_gradients import AbsentGradients
 
 if TYPE_CHECKING:
@@ -63,8 +61,7 @@ class Finalization:
     def _reduce(self, members: list[ShardedParameter]) -> None:
         engine = self._engine
         now = engine.settings
-        settings = replace(
-            Settings(),
+        settings = Settings(
             unsynced=self.unreduced,
             divide_factors=now.divide_factors,
             summed=now.summed,
@@ -103,14 +100,8 @@ class Finalization:
         self, members: list[ShardedParameter], settings: Settings
     ) -> tuple[Callable[[list[Any]], Any], AbsentGradients]:
         engine = self._engine
-        spec = engine.spec
-        if settings.own_reduce_group:
-            spec = replace(spec, own_reduce_group=engine.own_reduce_group)
         cause = Cause("finalized", "finalize_backward() reduces what backwards have kept")
-        captured = CapturedGraph(len(engine.graphs), spec, cause)
-        context = PassContext(
-            spec, engine.reshard_after_forward, cost=engine.cost, settings=settings, stages=captured.stages
-        )
+        captured, context = engine.new_graph(cause, settings)
         mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
         graph = self._graph(members, mode)
         Annotate().run(graph, context)
@@ -120,12 +111,9 @@ class Finalization:
             {index: 1 << index for index in names}, names, graph.placeholders, context, engine.kept
         )
         engine.graphs.append(captured)
-        try:
-            engine.run_passes([graph], context, captured, kind_of(graph, spec, settings) + " finalized")
-        except (VerificationError, PassError) as error:
-            save_failure(error, engine)
-            raise
-        with compat.tracing(compat.TracingContext(mode)):
+        with failures_saved(engine):
+            engine.run_passes([graph], context, captured, kind_of(graph, captured.spec, settings) + " finalized")
+        with compat.tracing_in(mode):
             engine.regions.prepare([graph])
             return engine.program(graph, context, captured), graph.absent
 

@@ -156,7 +156,7 @@ def _text(data: dict[str, Any]) -> str:
 
 
 class KeptTrace(AotTrace):
-    """Has AOTAutograd trace what stands for a graph, and puts the kept ``program`` in."""
+    """Gives AOTAutograd a graph of one call to trace, and puts the kept ``program`` in the call's place."""
 
     program: KeptProgram
 
@@ -213,7 +213,7 @@ class KeptTrace(AotTrace):
 
 @dataclass
 class _StandIn:
-    """Is to a call what a ``Chain`` is to that of layers."""
+    """Describes what the call computes that stands for a whole graph (``Called``), as a ``Chain`` does of layers."""
 
     outputs: list[fx.Node]
     differentiable: list[bool]
@@ -263,7 +263,7 @@ def _outline(graph: Graph) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class Remade:
-    """Is the snapshot of a graph after a pass which has not run in this process, and does when somebody looks at it."""
+    """Takes the place of a ``Snapshot`` after a pass that has not run in this process: it runs when somebody looks."""
 
     captured: CapturedGraph
     phase: Any
@@ -281,16 +281,9 @@ class Remade:
         return made.graph
 
 
-def _not_made(name: str, reason: str) -> str:
-    return (
-        f"stage {name!r}: the program is one of an earlier start, or of another rank, of which no stages are kept, and "
-        f"they cannot be made again: {reason}; compile the model with programs=False"
-    )
-
-
 @dataclass(eq=False)
-class _Workshop:
-    """Has of an engine what a trace needs of it, and not the model, which a report may outlive."""
+class _EngineOfTrace:
+    """Holds what a trace reads of an engine, and not the model, which a report may outlive."""
 
     trace: Callable[..., Any]  # ``Engine.through_aot_autograd``
     spec: ModelSpec
@@ -304,7 +297,7 @@ class _Workshop:
 class Remake:
     """Runs AOTAutograd and the passes on a graph of Dynamo's whose program was found."""
 
-    workshop: _Workshop
+    engine: _EngineOfTrace
     context: PassContext
     plan: Plan
     entry: Entry
@@ -323,10 +316,10 @@ class Remake:
         own = compat.with_graph(module, graph, dict(zip(module.graph.nodes, graph.nodes, strict=True)))
         mode, grad = compat.current_fake_mode(), torch.is_grad_enabled()
         inputs = compat.values_in(mode, (node.meta["example_value"] for node in graph.find_nodes(op="placeholder")))
-        engine = trace.engine
-        shared = (engine.spec, engine.pipeline, engine.backend, engine.repeat_traces)
-        workshop = _Workshop(engine.trace_graph, *shared, KeptGradients())
-        return cls(workshop, trace.context, trace.program.plan, trace.entry, own, inputs, mode, grad)
+        owner: Any = trace.engine
+        shared = (owner.spec, owner.pipeline, owner.backend, owner.repeat_traces)
+        engine = _EngineOfTrace(owner.through_aot_autograd.__func__, *shared, KeptGradients())
+        return cls(engine, trace.context, trace.program.plan, trace.entry, own, inputs, mode, grad)
 
     def stage(self, captured: CapturedGraph, phase: Any, name: str) -> Stage:
         if self.made is None:
@@ -334,27 +327,31 @@ class Remake:
         return self.made.stages[phase][name]
 
     def _run(self, captured: CapturedGraph, name: str) -> CapturedGraph:
-        workshop: Any = self.workshop
+        engine: Any = self.engine
         fresh = CapturedGraph(captured.index, captured.spec, captured.cause)
         context = dataclasses.replace(self.context, stages=fresh.stages, graphs={}, plan=copy.deepcopy(self.plan))
 
         def trace(prepare: Callable[..., Any]) -> AotTrace:
-            return _PassesAlone(workshop, context, fresh, self.entry, prepare)
+            return _PassesAlone(engine, context, fresh, self.entry, prepare)
 
         with self._as_it_was():
             try:
-                workshop.trace(workshop, self.module, self.inputs, trace)
+                engine.trace(engine, self.module, self.inputs, trace)
             except PassesHaveRun as end:
                 for graph in end.graphs:
                     kept = captured.views[graph.phase].graph
                     if kept is None or readable(graph.fx_graph) != readable(kept.fx_graph):
-                        raise LookupError(_not_made(name, "they would be those of another graph")) from None
+                        raise LookupError(
+                            f"stage {name!r}: the program is one of an earlier start, or of another rank, of which no "
+                            "stages are kept, and they cannot be made again: they would be those of another graph; "
+                            "compile the model with programs=False"
+                        ) from None
         return fresh
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:
         with (
-            compat.tracing(compat.TracingContext(self.mode)),
+            compat.tracing_in(self.mode),
             compat.tracing_options(fullgraph=True),
             compat.traced_as(recurrent.TRACED),
             compat.without_dispatch_modes(),

@@ -25,16 +25,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.passes import Graph, PassContext, Plan
-from graph_fsdp.passes.context import PassError, Sharing, VerificationError
+from graph_fsdp.passes.context import Sharing
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage
-from graph_fsdp.report.report import CapturedGraph, save_failure
+from graph_fsdp.report.report import CapturedGraph, failures_saved
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -105,8 +106,7 @@ class Pieces:
             sharing = pieces._decide(piece.step)
             return pieces._run(piece, sharing, args) if sharing else base(args)
 
-        vars(run)["_boxed_call"] = True  # see Engine.program
-        return run
+        return compat.boxed(run)
 
     def _decide(self, step: _Step) -> Sharing:
         """Decide what a piece that runs now takes and gives."""
@@ -158,11 +158,8 @@ class Pieces:
         add_stage(graph, context, "partition", time.perf_counter() - begin)
         kind, keeps = f"{piece.step.kind} {sharing.key()}", list(kept) if piece.phase == "forward" else None
         engine.graphs.append(captured)
-        try:
+        with failures_saved(engine):
             engine.schedules.run([graph], context, kind, keeps)
-        except (VerificationError, PassError) as error:  # no backend of Dynamo's, which would save it
-            save_failure(error, engine)
-            raise
         engine.regions.prepare([graph])
         return engine.program(graph, context, captured), graph.taken, list(graph.given)
 

@@ -177,7 +177,7 @@ class PythonReads:
                 )
             entry = Entry(unit, READ_BY_PYTHON, lambda *_: None)
             mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-            with compat.tracing(compat.TracingContext(mode)):
+            with compat.tracing_in(mode):
                 module = _whole_parameters(members, mode)
                 cause = Cause("python", cost)
                 by_place = dict(enumerate(members))

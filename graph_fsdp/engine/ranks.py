@@ -33,7 +33,7 @@ Made: TypeAlias = Callable[[], None]  # is called when the passes have run, befo
 
 
 def nothing() -> None:
-    """Is the ``Made`` of graphs that are not kept."""
+    """Do nothing: the ``Made`` of graphs that are not kept."""
 
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles or plans by itself.

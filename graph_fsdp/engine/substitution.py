@@ -118,7 +118,7 @@ class TracedGraph:
             values[index] = shards[name]
         if names not in self.programs:
             given = {index: self._storage.parameters[name] for index, name in zip(places, names, strict=True)}
-            with compat.tracing(compat.TracingContext(self._mode)):
+            with compat.tracing_in(self._mode):
                 module = _copied(self._module)
                 for node, value in zip(module.graph.find_nodes(op="placeholder"), self._values, strict=True):
                     if value is not None:

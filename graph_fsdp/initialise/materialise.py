@@ -237,7 +237,10 @@ def _take_over(tensor: Tensor, found: Any, what: str, writes: Writes) -> None:
 
 def _check(tensor: Tensor, original: Tensor, device: torch.device, name: str, writes: Writes) -> None:
     if (tensor.shape, tensor.dtype, tensor.device) != (original.shape, original.dtype, device):
-        raise MetaDeviceError(f"{name} was {described(original)} and {described(tensor)} after its initialisation")
+        raise MetaDeviceError(
+            f"{name} was {described(original)} and {described(tensor)} after its initialisation; keep its shape, dtype "
+            "and device"
+        )
     if not writes.initialised(tensor):
         raise MetaDeviceError(
             f"{name} is on the meta device, and nothing has written to it when its module was initialised; give it "

@@ -106,7 +106,8 @@ class UnitMethods:
         self._set_prefetch("forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Start gathering these units when this one has arrived in backward, likewise."""
+        """Start gathering these units when this one has arrived in backward. An empty list leaves it to the
+        pipeline."""
         self._set_prefetch("backward_prefetch", modules)
 
     def _set_prefetch(self, field: str, modules: Sequence[Any]) -> None:
@@ -129,7 +130,7 @@ class UnitMethods:
         """Reshard what ``unshard()`` gathered, as FSDP2 does after a run that raised. No other state remains."""
         engine, unit = place(self)
         if unit:
-            raise RuntimeError(f"reset_iter_state() is to be called on the model, and this is its unit {unit!r}")
+            raise RuntimeError(f"reset_iter_state() was called on the unit {unit!r}; call it on the model")
         engine.unsharded.release()
 
 
@@ -160,4 +161,6 @@ def check_bool(**flags: object) -> None:
 
 def check_sharded(engine: Engine, method: str) -> None:
     if engine.spec.mesh.world_size == 1 and engine.spec.mesh.ranks > 1:
-        raise UnsupportedError(f"{method}() is about gathers, and on this mesh every rank holds all parameters whole")
+        raise UnsupportedError(
+            f"{method}() is about gathers, and on this mesh every rank holds all parameters whole; leave the call out"
+        )

@@ -91,42 +91,12 @@ def distribute_optimizer(
         raise ValueError(f"gather_ahead must be a number of units, 0 for none, got {gather_ahead!r}")
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, and is a {type(optimizer).__name__}")
-    name = type(optimizer).__name__
     if isinstance(optimizer, DistributedStep):
         given = {"in_backward": in_backward, "offload_state": offload_state, "matrix_wise": matrix_wise}
         _distribute_anew(optimizer, gather_ahead, [option for option, value in given.items() if value])
         return optimizer
-    if element_wise and matrix_wise is not None:
-        raise ValueError("element_wise=True and matrix_wise exclude each other; leave one of them out")
-    if matrix_wise is not None and not inspect.isgeneratorfunction(matrix_wise):
-        raise TypeError(
-            f"matrix_wise must be a generator function, which yields work on whole tensors: {matrix_wise!r}"
-        )
-    rule = matrix_wise if matrix_wise is not None or element_wise else MATRIX_WISE.get(type(optimizer))
-    if type(optimizer) not in ELEMENT_WISE and not element_wise and rule is None:
-        raise UnsupportedError(
-            f"optimizer: {name} is not known to treat each element by itself, as slices of several parameters need, "
-            "nor how it steps whole matrices; use it as it is, or say so with element_wise=True or matrix_wise="
-        )
-    if "step" in vars(optimizer):
-        raise UnsupportedError(
-            f"optimizer: step() of this {name} was replaced on the object, as a learning-rate scheduler does; call "
-            "distribute_optimizer before a scheduler is made of it"
-        )
-    if in_backward and rule is not None:
-        raise UnsupportedError(
-            f"in_backward=True: {name} needs whole matrices, and steps all of them at once; leave in_backward out"
-        )
-    if offload_state and (in_backward or type(optimizer) not in ELEMENT_WISE):
-        what = "in_backward=True frees gradients on the device" if in_backward else f"{name} is none of torch's"
-        raise UnsupportedError(
-            f"offload_state=True is for element-wise optimizers of torch, stepped by step(), and {what}; leave it out"
-        )
-    if gather_ahead and (in_backward or offload_state or type(optimizer) not in ELEMENT_WISE):
-        what = "in_backward=True has nothing left to step" if in_backward else f"{name} is none of torch's"
-        raise _not_ahead(
-            gather_ahead, "offload_state=True steps one run after the other on the CPU" if offload_state else what
-        )
+    rule = _rule_of(type(optimizer), element_wise, matrix_wise)
+    _check_options(optimizer, rule, in_backward, offload_state, gather_ahead)
     own_step = _own_step(type(optimizer))
     first: list[type[Any]] = [_InBackward] if in_backward else [LoadsToHost] if offload_state else []
     stepper: Slices | Owners | InBackward
@@ -144,6 +114,55 @@ def distribute_optimizer(
     vars(optimizer)["_graph_fsdp_stepper"] = stepper
     optimizer.__class__ = _distributed_class(type(optimizer), own_step, first)
     return optimizer
+
+
+def _rule_of(
+    cls: type[optim.Optimizer], element_wise: bool | None, matrix_wise: MatrixRule | None
+) -> MatrixRule | None:
+    """Return how optimizers of a class step whole matrices; None for those that treat each element by itself."""
+    if element_wise and matrix_wise is not None:
+        raise ValueError("element_wise=True and matrix_wise exclude each other; leave one of them out")
+    if matrix_wise is not None:
+        if not inspect.isgeneratorfunction(matrix_wise):
+            raise TypeError(
+                f"matrix_wise must be a generator function, which yields work on whole tensors: {matrix_wise!r}"
+            )
+        return matrix_wise
+    if element_wise or cls in ELEMENT_WISE:
+        return None
+    if cls not in MATRIX_WISE:
+        raise UnsupportedError(
+            f"optimizer: {cls.__name__} is not known to treat each element by itself, as slices of several parameters "
+            "need, nor how it steps whole matrices; use it as it is, or say so with element_wise=True or matrix_wise="
+        )
+    return MATRIX_WISE[cls]
+
+
+def _check_options(
+    optimizer: optim.Optimizer, rule: MatrixRule | None, in_backward: bool, offload_state: bool, gather_ahead: int
+) -> None:
+    """Raise UnsupportedError where an optimizer that is not distributed yet cannot have these options."""
+    name, is_of_torch = type(optimizer).__name__, type(optimizer) in ELEMENT_WISE
+    if "step" in vars(optimizer):
+        raise UnsupportedError(
+            f"optimizer: step() of this {name} was replaced on the object, as a learning-rate scheduler does; call "
+            "distribute_optimizer before a scheduler is made of it"
+        )
+    if in_backward and rule is not None:
+        raise UnsupportedError(
+            f"in_backward=True: {name} needs whole matrices, and steps all of them at once; leave in_backward out"
+        )
+    if offload_state and (in_backward or not is_of_torch):
+        what = "in_backward=True frees gradients on the device" if in_backward else f"{name} is none of torch's"
+        raise UnsupportedError(
+            f"offload_state=True is for element-wise optimizers of torch, stepped by step(), and {what}; leave it out"
+        )
+    if gather_ahead and offload_state:
+        raise _not_ahead(gather_ahead, "offload_state=True steps one run after the other on the CPU")
+    if gather_ahead and in_backward:
+        raise _not_ahead(gather_ahead, "in_backward=True has nothing left to step")
+    if gather_ahead and not is_of_torch:
+        raise _not_ahead(gather_ahead, f"{name} is none of torch's")
 
 
 class DistributedStep(optim.Optimizer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,12 +60,7 @@ def precompile(
         raise TypeError(f"kernels must be True, to build them, or False, got {kernels!r}")
     if "programs" in compile_options:
         raise TypeError("programs: precompile keeps them in path; leave programs out")
-    try:
-        Folder(Path(path)).make()
-    except OSError as error:
-        raise ValueError(
-            f"path={str(path)!r}: there can be no folder of programs: {error.strerror or error}"
-        ) from error
+    Folder.named("path", path, "name another one")
     traced = trace(
         model_fn,
         inputs,

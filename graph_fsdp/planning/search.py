@@ -144,8 +144,6 @@ def search(
             raise ValueError(
                 f"{name}: is what search() chooses; give it in mesh_shapes, reshards, buckets, checkpointings"
             )
-    if memory is not None and memory <= 0:
-        raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
     shapes = [tuple(m) if isinstance(m, Sequence) else Dimensions.of(m) for m in mesh_shapes]
     axes: tuple[Sequence[Any], ...] = (shapes, reshards, buckets, checkpointings)
     choices = [Choice(*values) for values in itertools.product(*axes)]
@@ -165,16 +163,19 @@ def search(
         )
 
     refusals = (BudgetError, MeshError, UnsupportedError)  # of a choice; any other error is the call's
-    return _compared(choices, planned, refusals, described.memory if memory is None else memory, progress)
+    return _compared(choices, planned, refusals, described, memory, progress)
 
 
 def _compared(
     choices: Sequence[Choice],
     planned: Callable[[Choice], Plan | PipelinePlan],
     refusals: tuple[type[Exception], ...],
-    memory: int,
+    hardware: Hardware,
+    memory: int | None,
     progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None,
 ) -> Search:
+    if memory is not None and memory <= 0:
+        raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
     candidates, refused = [], []
     for choice in progress(choices, len(choices)) if progress is not None else choices:
         try:
@@ -184,7 +185,7 @@ def _compared(
             continue
         figures = {field.name: getattr(made, field.name) for field in fields(Candidate)[1:]}
         candidates.append(Candidate(choice, **figures))
-    return Search(tuple(candidates), tuple(refused), memory)
+    return Search(tuple(candidates), tuple(refused), hardware.memory if memory is None else memory)
 
 
 def neighbours(dimensions: Dimensions, island: int) -> list[Dimensions]:
@@ -223,8 +224,6 @@ def search_pipelines(
         All that :func:`plan_pipeline` raises, but for choices that cannot be, which are in ``refused``.
     """
     described = find_hardware(hardware)
-    if memory is not None and memory <= 0:
-        raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
     every = itertools.product(map(Dimensions.of, mesh_shapes), checkpointings, schedules)
     choices = [Choice(mesh, checkpointing=how, schedule=schedule) for mesh, how, schedule in every]
 
@@ -232,7 +231,10 @@ def search_pipelines(
         assert isinstance(choice.mesh_shape, Dimensions) and choice.schedule is not None
         replicas = choice.mesh_shape.dp_replicate * choice.mesh_shape.dp_shard
         if microbatches % replicas:
-            raise MeshError(f"microbatches: {microbatches} do not divide by the {replicas} ranks that have rows apart")
+            raise MeshError(
+                f"microbatches: {microbatches} do not divide by the {replicas} ranks that have rows apart; give a "
+                "multiple"
+            )
         stage, parallelize = divided(choice.mesh_shape)
         return plan_pipeline(
             stage,
@@ -247,4 +249,4 @@ def search_pipelines(
         )
 
     refusals = (BudgetError, MeshError, UnsupportedError, ValueError)
-    return _compared(choices, planned, refusals, described.memory if memory is None else memory, progress)
+    return _compared(choices, planned, refusals, described, memory, progress)

@@ -71,7 +71,9 @@ class Traced:
     @property
     def backward(self) -> Graph:
         if "backward" not in self.graphs:
-            raise LookupError("the model was traced without gradients and has no backward graph")
+            raise LookupError(
+                "the model was traced without gradients and has no backward graph; trace it without torch.no_grad()"
+            )
         return self.graphs["backward"]
 
 

@@ -32,6 +32,18 @@ class Folder:
     def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self.path, self.most_bytes = path, most_bytes
 
+    @classmethod
+    def named(cls, option: str, path: str | os.PathLike[str], advice: str) -> Folder:
+        """Return the folder that an option names, made where there is none. Raises ValueError where that cannot be."""
+        folder = cls(Path(path))
+        try:
+            folder.make()
+        except OSError as error:
+            raise ValueError(
+                f"{option}={str(path)!r}: there can be no folder of programs: {error.strerror or error}; {advice}"
+            ) from error
+        return folder
+
     def make(self) -> None:
         """Make the folder, for the user alone, where there is none. Raises OSError where that cannot be."""
         self.path.mkdir(mode=_FOLDER, parents=True, exist_ok=True)

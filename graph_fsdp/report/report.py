@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -200,7 +201,7 @@ class CapturedGraph:
 
 
 class _Latest:
-    """Is the latest captured graph of a phase, as an attribute of a report."""
+    """Makes the latest captured graph of a phase an attribute of a report."""
 
     def __init__(self, phase: Phase) -> None:
         self.phase: Phase = phase
@@ -302,7 +303,8 @@ class GraphReport(report_text.Printed):
         """Return unified diffs of what a pass changed, over the latest graphs that it ran on."""
         latest = {phase: c.views[phase] for c in self.graphs for phase in PHASES if stage in c.stages[phase]}
         if not latest:
-            raise KeyError(f"no graph has a stage {stage!r}")
+            names = dict.fromkeys(name for c in self.graphs for phase in PHASES for name in c.stages[phase])
+            raise KeyError(f"no graph has a stage {stage!r}; there are {', '.join(names) or 'none'}")
         return "\n".join(f"# {phase} graph\n{latest[phase].diff(stage)}" for phase in PHASES if phase in latest)
 
     def parts(self) -> Iterable[RenderableType]:
@@ -327,11 +329,21 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def save_failure(error: VerificationError | PassError, engine: Any) -> None:
-    """Save the capture that failed, with the graph after each pass and as the failed pass left it, and say so in the
-    error's message. The file is the user's alone: in torch's debug directory (``TORCH_COMPILE_DEBUG=1``) or a temporary
-    one."""
-    saved = SavedReport(report_data(GraphReport(engine, engine.graphs[-1:]), stages=True, error=error))
+@contextlib.contextmanager
+def failures_saved(engine: Any) -> Iterator[None]:
+    """Where a pass fails in the block, save the capture, with the graph after each pass and as the failed pass left it,
+    and say so in the error's message. The file is the user's alone: in torch's debug directory
+    (``TORCH_COMPILE_DEBUG=1``) or a temporary one."""
+    try:
+        yield
+    except (VerificationError, PassError) as error:
+        saved = SavedReport(report_data(GraphReport(engine, engine.graphs[-1:]), stages=True, error=error))
+        error.args = (f"{error}\n  {_save(saved)}", *error.args[1:])
+        raise
+
+
+def _save(saved: SavedReport) -> str:
+    """Save the report of a failed capture, and say where, or why it cannot be."""
     directory = compat.debug_directory()
     try:
         if directory is not None:
@@ -340,7 +352,5 @@ def save_failure(error: VerificationError | PassError, engine: Any) -> None:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(saved.to_json())
     except OSError as reason:  # the pass's error is the one to be seen
-        said = f"the graphs could not be saved: {reason}"
-    else:
-        said = f"the graphs are saved: graph-fsdp report {path}"
-    error.args = (f"{error}\n  {said}", *error.args[1:])
+        return f"the graphs could not be saved: {reason}"
+    return f"the graphs are saved: graph-fsdp report {path}"

@@ -27,7 +27,7 @@ _PREDICTED = ("slots", "ahead", "takes ms", "exposed ms")
 
 
 class Printed:
-    """Is printed from parts of rich: in the terminal's width and colours by ``rich.print``, else as plain text."""
+    """Prints ``parts()`` of rich: in the terminal's width and colours by ``rich.print``, else as plain text."""
 
     def parts(self) -> Iterable[RenderableType]:
         raise NotImplementedError

@@ -84,7 +84,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Process:
-    """Is one schedule of a trace. ``counters`` are seconds from its start, and the values that hold from then on."""
+    """Holds one schedule of a trace. ``counters`` are seconds from its start, and the values that hold from then on."""
 
     title: str
     slices: Sequence[Slice]

@@ -29,7 +29,7 @@ def shard_batch(batch: Any, mesh: Any = None) -> Any:
             if tensor.shape[0] % place.tiles:
                 raise ValueError(
                     f"batch has a tensor of shape {tuple(tensor.shape)}, whose {tensor.shape[0]} rows cannot be "
-                    f"divided equally among {place.tiles} devices"
+                    f"divided equally among {place.tiles} devices; give a multiple"
                 )
             compat_xla.mark_sharding(tensor, place.devices, place.tiles)
         return tensor

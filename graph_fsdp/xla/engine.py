@@ -48,8 +48,8 @@ class _Capture:
 
 
 class XlaEngine(Engine):
-    """Has what the engines of each ``sharding`` share: graphs become programs of XLA's, which keep neither step with
-    other processes nor anything gathered that could be given back."""
+    """Holds what the engines of each ``sharding`` share: graphs become programs of XLA's, which do not keep in step
+    with other processes, and keep nothing gathered that could be given back."""
 
     storage: XlaStorage
     backend: XlaBackend

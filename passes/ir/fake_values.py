@@ -89,7 +89,7 @@ class FakeValues:
             known = self._known.get(_key(node))
             is_known = known is not None and known.again is not None
         else:
-            is_known = _is_described(node)
+            is_known = _described(node) is not None
         return again_of(node, node.meta["val"], fake_mode_of([node])) if is_known else None
 
     def kind_of(self, node: fx.Node) -> Any:
@@ -109,8 +109,12 @@ class FakeValues:
 
 def _key(node: fx.Node) -> Hashable:
     """Return what equal calls have in common; None for a call that is run each time."""
-    if fake_mode_of(node.all_input_nodes) is None:  # nothing else says in which mode the value is made
-        return None
+    # Nothing but the inputs says in which mode the value is made.
+    return None if fake_mode_of(node.all_input_nodes) is None else _described(node)
+
+
+def _described(node: fx.Node) -> Hashable:
+    """Describe a call; None where there is more to it than can be written down."""
     try:
         return describe_call(node)
     except NotDescribed:
@@ -151,14 +155,6 @@ def again_of(node: fx.Node, value: Any, mode: Any = None) -> Callable[[fx.Node],
     return lambda equal: compat.fake_tensor(
         mode or fake_mode_of(equal.all_input_nodes), *layout, _first_argument(equal), offset
     )
-
-
-def _is_described(node: fx.Node) -> bool:
-    try:
-        describe_call(node)
-    except NotDescribed:
-        return False
-    return True
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

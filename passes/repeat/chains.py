@@ -20,7 +20,7 @@ Place = tuple[int | None, fx.Node]  # a node of the trace that a layer has, by t
 
 @dataclass(frozen=True)
 class Layer:
-    """Is one of the equal layers: its index among all, its trace, and what of Dynamo's graph it stands for."""
+    """Holds one of the equal layers: its index among all, its trace, and its part of Dynamo's graph."""
 
     index: int
     trace: Trace

@@ -189,7 +189,10 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
     tagging = [p.name for p in pipeline if not {"recompute_tagged", "activations_tagged"}.isdisjoint(p.provides)]
     freeing = next(p.name for p in pipeline if "freed" in p.provides)  # every pipeline has one
     if not tagging:
-        raise ValueError("activation_checkpointing needs a pass that provides 'recompute_tagged', and passes has none")
+        raise ValueError(
+            "activation_checkpointing needs a pass that provides 'recompute_tagged', and passes has none; give it a "
+            "pipeline that has one, as default_pipeline() has"
+        )
     new: list[GraphPass] = [CheckpointActivations(policy.recompute)] if policy.recompute is not None else []
     new += [SaveBases(), OffloadActivations()] if policy.offload else []
     for p in new:

@@ -138,7 +138,10 @@ def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, re
 
 def poll(key: str, ranks: Sequence[int], timeout: float, refused: Callable[[], None]) -> str | None:
     """Return what :func:`receive` does, where that may take minutes in which nothing is wrong: torch's own wait warns
-    each time that it is interrupted for a look. None where nothing is published within ``timeout`` seconds."""
+    each time that it is interrupted for a look. None where nothing is published within ``timeout`` seconds.
+
+    It asks the store until there is an answer, which is too much for the store of many thousand ranks; ``wait`` asks
+    once, and the store answers when it can."""
     store, name = compat.default_store(), f"{prefix_of(ranks, key)}/value"
     begin = looked = now = time.monotonic()
     while not store.check([name]):

@@ -213,9 +213,9 @@ def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
 
 @dataclass(frozen=True)
 class RegionKey:
-    """Is equal for regions that one compiled function can serve. ``body`` is a digest of what is computed from which
-    inputs; ``called`` has the ids of its operators and constants; ``returned`` says which of its nodes are returned;
-    ``devices`` are those of its values, in the order in which ``body`` numbers them."""
+    """Identifies what one compiled function can serve: regions of equal keys. ``body`` is a digest of what is computed
+    from which inputs; ``called`` has the ids of its operators and constants; ``returned`` says which of its nodes are
+    returned; ``devices`` are those of its values, in the order in which ``body`` numbers them."""
 
     kind: str
     body: str

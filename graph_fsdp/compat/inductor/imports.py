@@ -19,7 +19,7 @@ import torch
 
 
 class _WhenAsked:
-    """Is a template that is made when an attribute of it is read."""
+    """Stands for a template, which is made when an attribute of it is read."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = functools.cache(make)

@@ -67,7 +67,7 @@ def minimum_cut(graph: Any, source: Any, sink: Any) -> tuple[Any, tuple[set[Any]
 
 
 class Network(networkx.DiGraph):  # type: ignore[misc]
-    """Is networkx's graph, to which an edge is added, and of which one is read, without its caches and views."""
+    """Adds edges to networkx's graph, and reads them, without its caches and views."""
 
     def add_edge(self, begin: Any, end: Any, **about: Any) -> None:
         for node in (begin, end):

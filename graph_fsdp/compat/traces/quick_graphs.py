@@ -94,7 +94,7 @@ def quick_copies() -> Iterator[None]:
 
 
 class _ReadOnce:
-    """Has the attributes of ``of``, each as it was when it was read first: torch's settings are slow to read."""
+    """Reads each attribute of ``of`` once, and keeps its value: torch's settings are slow to read."""
 
     def __init__(self, of: Any) -> None:
         self._of = of

@@ -171,6 +171,13 @@ def forward_outputs() -> tuple[list[int], list[bool]]:
     ]
 
 
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a function, and return it: AOTAutograd then hands over its own list of inputs, so that they can be dropped
+    early. The mark is on the instance: wrappers that torch puts around backward copy instance attributes only."""
+    vars(run)["_boxed_call"] = True
+    return run
+
+
 def let_backward_run_twice() -> None:
     """Let the backward of the graph that AOTAutograd has just traced run with ``retain_graph=True`` whatever it saves,
     which only Inductor would write to, where it compiled the graph as a whole."""
