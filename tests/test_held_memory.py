@@ -30,8 +30,16 @@ def memory() -> Counter[int]:
     gc.collect()
     tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and not issubclass(type(o), FakeTensor)]
     with without_torch_function():  # placeholders
-        storages = {storage_id(o): o.untyped_storage().nbytes() for o in tensors if o.device.type == "cpu"}
+        storages = {storage_id(o): o.untyped_storage().nbytes() for o in tensors if in_memory_of_the_host(o)}
     return Counter(nbytes for nbytes in storages.values() if nbytes)
+
+
+def in_memory_of_the_host(tensor: Tensor) -> bool:
+    try:
+        return tensor.device.type == "cpu"
+    except RuntimeError as error:  # torch 2.9 leaves undefined tensors behind
+        assert "does not have a device" in str(error)
+        return False
 
 
 def train(model: nn.Module) -> None:
@@ -78,6 +86,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Any], None]]]] = 
 @pytest.mark.filterwarnings("ignore:.*offload")
 @pytest.mark.parametrize("case", mostly_long(CASES, ["resharded", "kept", "offloaded"]))
 def test_nothing_that_was_gathered_is_held_between_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(compiled())  # torch 2.9 keeps a scalar of the first compilation of a process
     buffers: list[weakref.ref[Any]] = []
 
     def seen(take: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -14,6 +14,7 @@ import replica_groups
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from marks import fake_reductions
 from models import MLP, MLPBlock
 from printed import calls
 from replica_groups import RANKS, Training, check, group_of, manager_of, needs_torchft, results
@@ -251,6 +252,7 @@ def sent(states: dict[str, Any]) -> dict[str, Any]:
     return torch.load(io.BytesIO(content.getvalue()), weights_only=False)  # as torchft's transports load it
 
 
+@fake_reductions
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_group_that_heals_has_the_state_of_the_live_one(
     manager: Any, states: dict[str, Any], distributed: bool
