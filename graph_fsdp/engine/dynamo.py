@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Call, Cause
 from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError, UnsupportedError
 from graph_fsdp.module.structure import OF_BACKWARD, Structure
+from graph_fsdp.parameters.placeholder import NOT_OF_USERS, line_of
 
 _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
@@ -97,8 +99,9 @@ def _refuse_kinds_of_backward(gradients: Any) -> None:
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "backward with create_graph=True goes through a model compiled by graph_fsdp, and torch.compile cannot "
-            "differentiate a backward again; compute a gradient penalty on a model that is not compiled (fully_shard), "
-            "or by finite differences of the model's outputs"
+            "differentiate a backward again; compute a gradient penalty in the model's forward, where "
+            "torch.autograd.grad(…, create_graph=True) is traced (from torch 2.11 on), on a model that is neither "
+            "compiled nor sharded, or by finite differences of the model's outputs"
         )
 
 
@@ -112,10 +115,14 @@ def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure
             "tensor (Tensor.register_hook, and register_post_accumulate_grad_hook of a parameter), or pass "
             "fullgraph=False, which leaves that module's call to Python"
         )
-    where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
+    where = f" at {line_of(stack[-1])}" if stack else ""
+    called = [frame for frame in stack if not frame.filename.startswith(NOT_OF_USERS)]
+    if called and called[-1] is not stack[-1]:
+        where += f"\n  called at {line_of(called[-1])}"
     reason = str(error).split("\n\n")[0].strip().splitlines()
     if reason and reason[0].startswith("Observed exception"):
-        reason = ["this line raises an exception for these inputs"]
+        raised = re.search("raised exception (.+)", str(error))
+        reason = [f"this line raises {raised[1] if raised else 'an exception'} for these inputs"]
     hooks = structure.hooks()
     return GraphBreakError(
         f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
