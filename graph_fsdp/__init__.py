@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# As torch's loggers, ours write what they are asked for (TORCH_LOGS, setLevel). A script's logging.basicConfig(level=INFO)
-# does not ask for a line per pass and graph.
+# As torch's loggers, ours write what they are asked for (TORCH_LOGS, setLevel), and a script's
+# logging.basicConfig(level=INFO) does not ask for a line per pass and graph.
 if logging.getLogger(__name__).level == logging.NOTSET:
     logging.getLogger(__name__).setLevel(logging.WARNING)
 
