@@ -46,8 +46,9 @@ class Entered:
     engine = -1
 
 
-def own_code(forward: Callable[..., Any], fullgraph: bool) -> types.FunctionType:
-    """Return a function that calls ``forward``, with a code object, a name and globals of its own.
+def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> types.FunctionType:
+    """Return a function that calls ``forward``, with a code object, a name and globals of its own. Where parameters are
+    ``sharded``, it returns copies of whole ones, which are operators of the graph and have gradients.
 
     Two models must not share them: Dynamo caches and limits recompilations by code object, remembers by name and place
     which sizes have changed, and puts what it compiles into the globals, where it would outlive the model.
@@ -60,12 +61,36 @@ def own_code(forward: Callable[..., Any], fullgraph: bool) -> types.FunctionType
                 "would run on placeholders without memory; turn it on, or compile the model with fullgraph=False, "
                 "which gathers each unit for the code that reads it"
             )
-        return forward(self, *args, **kwargs)
+        outputs = forward(self, *args, **kwargs)
+        return whole_parameters(outputs) if sharded and holds_parameter(outputs) else outputs
 
     code = graph_fsdp_forward.__code__
     name = f"{_FORWARD}_{next(_forwards)}"
     own = code.replace(co_name=name)
     return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
+
+
+def holds_parameter(outputs: Any) -> bool:
+    """Say whether there is a parameter among ``outputs``, in lists, tuples and dicts. Dynamo traces this."""
+    if type(outputs) is dict:
+        outputs = list(outputs.values())
+    if type(outputs) in (list, tuple):
+        return any(map(holds_parameter, outputs))
+    return isinstance(outputs, nn.Parameter)
+
+
+def whole_parameters(outputs: Any) -> Any:
+    """Return ``outputs`` with a copy in the place of each parameter. Dynamo traces this: returned as it is, a parameter
+    is no output of a graph but the placeholder that stands in the model, and would be without a value."""
+    if type(outputs) is dict:
+        return dict(zip(outputs, map(whole_parameters, outputs.values()), strict=True))
+    if type(outputs) in (list, tuple):
+        return type(outputs)(map(whole_parameters, outputs))
+    return outputs.clone() if isinstance(outputs, nn.Parameter) else outputs
+
+
+for _function in (holds_parameter, whole_parameters):  # where Python calls them, they are no frames to compile
+    compat.leave_to_python(_function)
 
 
 def forget_programs(function: types.FunctionType) -> None:

@@ -27,9 +27,9 @@ from graph_fsdp.passes.ir.fake_values import iterate_tensors
 if TYPE_CHECKING:
     from graph_fsdp.parameters.shards import Storage
 
-# These read no memory and return no tensor.
-NOT_OF_USERS = (os.path.dirname(torch.__file__), os.path.dirname(graph_fsdp.__file__))  # where files begin
+NOT_OF_USERS = (os.path.dirname(torch.__file__), os.path.dirname(graph_fsdp.__file__))  # their files begin with one
 
+# These read no memory and return no tensor.
 _METADATA = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in (
