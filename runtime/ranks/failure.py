@@ -188,8 +188,8 @@ class Failures:
         self.news()
         known = in_words({rank: state_of(self._processes, rank) for rank in missing[:_DESCRIBED]})
         who = (
-            f"ranks {listed(missing)} have not come{f' ({known})' if known else ''}; ranks have to run the model equally "
-            "often (a data loader that gives one of them fewer batches?)"
+            f"ranks {listed(missing)} have not come{f' ({known})' if known else ''}; ranks have to run the model "
+            "equally often (a data loader that gives one of them fewer batches?)"
             if missing
             else "all other ranks wait now, too: it takes long, as on a busy machine or a slow network"
         )
