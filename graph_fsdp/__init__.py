@@ -8,6 +8,7 @@ the imports below. Why: docs/decisions/package_and_libraries.md.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
     from graph_fsdp.report.report import inspect as inspect
 
 __version__ = "0.1.0"
+
+# As torch's loggers, ours write what they are asked for (TORCH_LOGS, setLevel), and a script's
+# logging.basicConfig(level=INFO) does not ask for a line per pass and graph.
+if logging.getLogger(__name__).level == logging.NOTSET:
+    logging.getLogger(__name__).setLevel(logging.WARNING)
 
 # Module → the public names that it defines.
 _NAMES = {

@@ -238,5 +238,6 @@ def _nothing_selected(model: nn.Module, policy: AutoWrapPolicy) -> str:
     return (
         f"auto_wrap_policy {_describe(policy)} was asked about all {len(modules)} modules of {type(model).__name__} "
         f"and selects none that holds parameters. The classes that do: {listed}. Name one of these classes (or lower "
-        "min_num_params), or pass auto_wrap_policy=None to make each repeated block a unit."
+        "min_num_params), pass auto_wrap_policy=None to make each repeated block a unit, or "
+        f"{{{type(model).__name__}}}, the model's own class, to make all of it one unit."
     )

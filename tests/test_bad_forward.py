@@ -5,10 +5,13 @@ Each is one clear error, after which the model has its shards and can be used.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.nn
 from models import MLP
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -80,6 +83,42 @@ def test_a_graph_break_under_fullgraph(fake_group: None, fault: str) -> None:
     line, reason = BREAKS[fault]
     words = ("cannot be traced in one graph", line_of(line), "in forward", reason, "fullgraph=False")
     fail_forward(graph_fsdp.compile(Faulty(depth=1), backend="eager"), fault, graph_fsdp.GraphBreakError, *words)
+
+
+class Raising(nn.Module):
+    """Its forward raises what ``fault`` raises."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fault(self.layer(x))
+
+
+def of_two_rows(x: Tensor) -> Tensor:
+    if len(x) != 2:
+        raise ValueError(f"{len(x)} rows, not 2")
+    return x
+
+
+def gathered(x: Tensor) -> Tensor:
+    return torch.cat(torch.distributed.nn.all_gather(x))
+
+
+def test_what_a_forward_raises_is_told(fake_group: None) -> None:
+    model = graph_fsdp.compile(Raising(of_two_rows), backend="eager")
+    with pytest.raises(graph_fsdp.GraphBreakError, match=r"in of_two_rows(?s:.*)raises ValueError.*rows, not 2"):
+        model(batch())
+
+
+def test_a_line_of_the_users_is_named_where_torch_breaks_a_graph(fake_group: None) -> None:
+    model = graph_fsdp.compile(Raising(gathered), backend="eager")
+    with pytest.raises(graph_fsdp.GraphBreakError) as caught:
+        model(batch())
+    assert re.search(r"breaks at \S+functional\.py:\d+", str(caught.value))
+    assert re.search(r"called at \S+test_bad_forward\.py:\d+, in gathered", str(caught.value))
 
 
 def test_a_graph_break_without_fullgraph_is_no_error(fake_group: None) -> None:

@@ -249,7 +249,8 @@ def test_a_whole_graph_without_a_compiler(fake_group: None) -> None:
 def test_a_policy_that_selects_nothing(fake_group: None) -> None:
     model = MLP()
     policy = {nn.Conv2d}
-    refuse(model, ValueError, "auto_wrap_policy", "Conv2d", "selects none", "MLPBlock (2)", auto_wrap_policy=policy)
+    words = ("auto_wrap_policy", "Conv2d", "selects none", "MLPBlock (2)", "{MLP}")
+    refuse(model, ValueError, *words, auto_wrap_policy=policy)
     accept(model, auto_wrap_policy={MLPBlock})
 
 

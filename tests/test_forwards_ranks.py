@@ -169,6 +169,28 @@ def writes_to_a_parameter_are_told_and_lost_as_with_fsdp2() -> None:
 
 
 @FACTS
+def parameters_among_outputs_are_whole_and_have_gradients() -> None:
+    def outputs(m: Two, x: Tensor) -> Any:
+        return {"y": (m.first(x), x), "of a layer": [m.second.weight, m.second.bias]}
+
+    for fullgraph in (True, False):
+        torch.manual_seed(0)
+        model, plain = pair(Two(outputs), fullgraph=fullgraph)
+        for m in (model, plain):
+            found = m(rows(6, 8))
+            torch.nn.functional.linear(found["y"][0], *found["of a layer"]).square().mean().backward()
+        check_gradients(model, plain)
+        with torch.no_grad():
+            torch.testing.assert_close(model(rows(6, 8)), plain(rows(6, 8)))
+
+
+@FACTS
+def a_parameter_that_is_the_output_of_a_unit_that_is_called_is_whole() -> None:
+    model, plain = pair(nn.Sequential(Two(lambda m, x: m.second.bias), Two(lambda m, x: m.first(x))))
+    torch.testing.assert_close(model[0](rows(6, 8)), plain[0].second.bias)
+
+
+@FACTS
 def a_sparse_gradient_is_refused() -> None:
     model, _ = pair(Two(lambda m, x: m.second(m.first(x)), nn.Embedding(8, 8, sparse=True)))
     with pytest.raises(graph_fsdp.UnsupportedError, match=r"the gradient of parameter 'first.weight' is a sparse"):

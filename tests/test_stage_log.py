@@ -24,14 +24,14 @@ print(graph_fsdp.inspect(model).backward.stages["bucket"].code, end="")
 """
 
 
-def run(**environment: str) -> tuple[str, str]:
-    """What the program printed, and what was logged."""
+def run(before: str = "", **environment: str) -> tuple[str, str]:
+    """What the program printed, after ``before`` in the same process, and what was logged."""
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), **environment}
     for name in ("TORCH_LOGS", "TORCH_TRACE"):
         if name not in environment:
             variables.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, timeout=600, check=True
+        [sys.executable, "-c", before + PROGRAM], env=variables, capture_output=True, text=True, timeout=600, check=True
     )
     return done.stdout, done.stderr
 
@@ -40,6 +40,13 @@ def check_logged(code: str, logged: str, *, graphs: bool) -> None:
     assert "backward graph after pass 'bucket'" in logged and "forward graph after pass 'free'" in logged
     body = code.splitlines()[-3:]
     assert all((line in logged) == graphs for line in body)
+
+
+def test_a_script_that_logs_everything_of_its_own_sees_stages_only_where_it_asks() -> None:
+    everything = "import logging; logging.basicConfig(level=logging.DEBUG)\n"
+    _, logged = run(everything)
+    assert "graph_fsdp" not in logged
+    check_logged(*run(everything + "logging.getLogger('graph_fsdp').setLevel(logging.INFO)\n"), graphs=False)
 
 
 @pytest.mark.long

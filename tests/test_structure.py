@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "register_parameter": (lambda m: m.blocks[1].register_parameter("b", nn.Parameter(torch.ones(1))), "'blocks.1.b'"),
     "a bias that was none": (lambda m: setattr(m.inner, "bias", nn.Parameter(torch.ones(4))), "'inner.bias'"),
-    "a parameter that is tied": (lambda m: setattr(m, "more", m.blocks[0][0].weight), "tie parameters before compile"),
+    "a parameter that is tied": (lambda m: setattr(m, "more", m.blocks[0][0].weight), "other modules: tie parameters"),
     "a plain parameter": (lambda m: setattr(m.head, "bias", nn.Parameter(torch.ones(4))), "'head.bias' was replaced"),
     "an untied one": (
         lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(4, 4))),

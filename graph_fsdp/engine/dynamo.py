@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Call, Cause
 from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError, UnsupportedError
 from graph_fsdp.module.structure import OF_BACKWARD, Structure
+from graph_fsdp.parameters.placeholder import NOT_OF_USERS, line_of
 
 _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
@@ -44,8 +46,9 @@ class Entered:
     engine = -1
 
 
-def own_code(forward: Callable[..., Any], fullgraph: bool) -> types.FunctionType:
-    """Return a function that calls ``forward``, with a code object, a name and globals of its own.
+def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> types.FunctionType:
+    """Return a function that calls ``forward``, with a code object, a name and globals of its own. Where parameters are
+    ``sharded``, it returns copies of whole ones, which are operators of the graph and have gradients.
 
     Two models must not share them: Dynamo caches and limits recompilations by code object, remembers by name and place
     which sizes have changed, and puts what it compiles into the globals, where it would outlive the model.
@@ -58,12 +61,36 @@ def own_code(forward: Callable[..., Any], fullgraph: bool) -> types.FunctionType
                 "would run on placeholders without memory; turn it on, or compile the model with fullgraph=False, "
                 "which gathers each unit for the code that reads it"
             )
-        return forward(self, *args, **kwargs)
+        outputs = forward(self, *args, **kwargs)
+        return whole_parameters(outputs) if sharded and holds_parameter(outputs) else outputs
 
     code = graph_fsdp_forward.__code__
     name = f"{_FORWARD}_{next(_forwards)}"
     own = code.replace(co_name=name)
     return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
+
+
+def holds_parameter(outputs: Any) -> bool:
+    """Say whether there is a parameter among ``outputs``, in lists, tuples and dicts. Dynamo traces this."""
+    if type(outputs) is dict:
+        outputs = list(outputs.values())
+    if type(outputs) in (list, tuple):
+        return any(map(holds_parameter, outputs))
+    return isinstance(outputs, nn.Parameter)
+
+
+def whole_parameters(outputs: Any) -> Any:
+    """Return ``outputs`` with a copy in the place of each parameter. Dynamo traces this: returned as it is, a parameter
+    is no output of a graph but the placeholder that stands in the model, and would be without a value."""
+    if type(outputs) is dict:
+        return dict(zip(outputs, map(whole_parameters, outputs.values()), strict=True))
+    if type(outputs) in (list, tuple):
+        return type(outputs)(map(whole_parameters, outputs))
+    return outputs.clone() if isinstance(outputs, nn.Parameter) else outputs
+
+
+for _function in (holds_parameter, whole_parameters):  # where Python calls them, they are no frames to compile
+    compat.leave_to_python(_function)
 
 
 def forget_programs(function: types.FunctionType) -> None:
@@ -97,8 +124,9 @@ def _refuse_kinds_of_backward(gradients: Any) -> None:
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "backward with create_graph=True goes through a model compiled by graph_fsdp, and torch.compile cannot "
-            "differentiate a backward again; compute a gradient penalty on a model that is not compiled (fully_shard), "
-            "or by finite differences of the model's outputs"
+            "differentiate a backward again; compute a gradient penalty in the model's forward, where "
+            "torch.autograd.grad(…, create_graph=True) is traced (from torch 2.11 on), on a model that is neither "
+            "compiled nor sharded, or by finite differences of the model's outputs"
         )
 
 
@@ -112,10 +140,14 @@ def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure
             "tensor (Tensor.register_hook, and register_post_accumulate_grad_hook of a parameter), or pass "
             "fullgraph=False, which leaves that module's call to Python"
         )
-    where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
+    where = f" at {line_of(stack[-1])}" if stack else ""
+    called = [frame for frame in stack if not frame.filename.startswith(NOT_OF_USERS)]
+    if called and called[-1] is not stack[-1]:
+        where += f"\n  called at {line_of(called[-1])}"
     reason = str(error).split("\n\n")[0].strip().splitlines()
     if reason and reason[0].startswith("Observed exception"):
-        reason = ["this line raises an exception for these inputs"]
+        raised = re.search("raised exception (.+)", str(error))
+        reason = [f"this line raises {raised[1] if raised else 'an exception'} for these inputs"]
     hooks = structure.hooks()
     return GraphBreakError(
         f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"

@@ -234,7 +234,7 @@ class Engine:
         """
         if key not in self._compiled:
             backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), key)
-            function = own_code(key.entry.function, self._fullgraph)
+            function = own_code(key.entry.function, self._fullgraph, self.storage.mesh is not None)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
         return self._compiled[key]

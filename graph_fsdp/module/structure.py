@@ -111,7 +111,7 @@ class Structure:
         if tied:
             raise ParameterChangedError(
                 f"{self._named(tied)} put into the model after graph_fsdp.compile, which has sharded the same "
-                "parameter under other names: tie parameters before compile"
+                "parameter in other modules: tie parameters, and exchange modules that share them, before compile"
             )
         frozen = [(name, p) for name, p in new if id(p) not in known]
         trained = [name for name, p in frozen if p.requires_grad]

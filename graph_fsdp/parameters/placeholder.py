@@ -27,6 +27,8 @@ from graph_fsdp.passes.ir.fake_values import iterate_tensors
 if TYPE_CHECKING:
     from graph_fsdp.parameters.shards import Storage
 
+NOT_OF_USERS = (os.path.dirname(torch.__file__), os.path.dirname(graph_fsdp.__file__))  # their files begin with one
+
 # These read no memory and return no tensor.
 _METADATA = frozenset(
     {
@@ -108,9 +110,12 @@ def _have_memory(func: Callable[..., Any], storage: Storage, names: list[str]) -
 
 def calling_line() -> str:
     """Return the innermost line on the stack that is neither torch's nor ours."""
-    not_wanted = (os.path.dirname(torch.__file__), os.path.dirname(graph_fsdp.__file__))
-    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(not_wanted)]
-    return f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: "{frames[-1].line}"' if frames else "?"
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(NOT_OF_USERS)]
+    return line_of(frames[-1]) if frames else "?"
+
+
+def line_of(frame: traceback.FrameSummary) -> str:
+    return f'{frame.filename}:{frame.lineno}, in {frame.name}: "{frame.line}"'
 
 
 # Dynamo traces these functions within others, and would compile them by themselves where Python calls them.

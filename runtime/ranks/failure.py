@@ -187,12 +187,13 @@ class Failures:
         missing = [rank for rank, waits in found if waits != str(position)]
         self.news()
         known = in_words({rank: state_of(self._processes, rank) for rank in missing[:_DESCRIBED]})
-        who = f"ranks {listed(missing)} have" if missing else "all other ranks wait there, too, and none has"
-        log.warning(
-            f"rank {me} has waited {seconds:.0f} s in {what()}, where {who} not come{f' ({known})' if known else ''}; "
-            "ranks have to run the model equally often (a data loader that gives one of them fewer batches?). It goes "
-            "on waiting"
+        who = (
+            f"ranks {listed(missing)} have not come{f' ({known})' if known else ''}; ranks have to run the model "
+            "equally often (a data loader that gives one of them fewer batches?)"
+            if missing
+            else "all other ranks wait now, too: it takes long, as on a busy machine or a slow network"
         )
+        log.warning(f"rank {me} has waited {seconds:.0f} s in {what()}, where {who}. It goes on waiting")
 
     def call_the_roll(self, mine: Failure) -> str:
         """Return an error message that says which ranks are the reason that a collective ended with an error here.

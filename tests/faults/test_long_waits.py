@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from facts import Facts
 from struck import batch, caught, compiled, rank, rounds, warm
 from torch import nn
@@ -124,6 +126,20 @@ def long_waits_are_told() -> None:
     for function in rounds(*TOGETHER, again):  # type: ignore[arg-type]
         failure.TELL_AFTER_SECONDS = 1.0
         function(warm(compiled()))  # type: ignore[call-arg]
+
+
+@FACTS
+def a_long_wait_of_all_ranks_misses_none() -> None:
+    failures = failure.Failures([0, 1], compat.default_store(), "of all/")
+    failures.tell(3, 0.0, lambda: "a gather")
+    dist.barrier()
+    with told("a gather") as lines:
+        failures.tell(3, 1000.0, lambda: "a gather")
+        dist.barrier()
+    said: list[list[str]] = [[], []]
+    dist.all_gather_object(said, lines)
+    (line,) = itertools.chain(*said)  # of one rank
+    assert "in a gather, where all other ranks wait now, too" in line and "equally often" not in line
 
 
 test_on_two_ranks = FACTS.on(2, timeout=120.0)
