@@ -61,13 +61,17 @@ def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> typ
                 "would run on placeholders without memory; turn it on, or compile the model with fullgraph=False, "
                 "which gathers each unit for the code that reads it"
             )
-        outputs = forward(self, *args, **kwargs)
-        return whole_parameters(outputs) if sharded and holds_parameter(outputs) else outputs
+        # In no variable, whose name Dynamo would give to a node.
+        return returned(forward(self, *args, **kwargs)) if sharded else forward(self, *args, **kwargs)
 
     code = graph_fsdp_forward.__code__
     name = f"{_FORWARD}_{next(_forwards)}"
     own = code.replace(co_name=name)
     return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
+
+
+def returned(outputs: Any) -> Any:
+    return whole_parameters(outputs) if holds_parameter(outputs) else outputs
 
 
 def holds_parameter(outputs: Any) -> bool:
@@ -89,7 +93,8 @@ def whole_parameters(outputs: Any) -> Any:
     return outputs.clone() if isinstance(outputs, nn.Parameter) else outputs
 
 
-for _function in (holds_parameter, whole_parameters):  # where Python calls them, they are no frames to compile
+# Where Python calls them, they are no frames to compile.
+for _function in (returned, holds_parameter, whole_parameters):
     compat.leave_to_python(_function)
 
 
