@@ -350,7 +350,7 @@ def test_wrong_arguments() -> None:
         model.set_modules_to_backward_prefetch([other.blocks[0]])
     with pytest.raises(TypeError, match="modules must be a list"):
         model.set_modules_to_backward_prefetch(model.blocks[0])
-    with pytest.raises(RuntimeError, match=r"this is its unit 'blocks\.0'"):
+    with pytest.raises(RuntimeError, match=r"was called on the unit 'blocks\.0'"):
         model.blocks[0].reset_iter_state()
     with pytest.raises(TypeError, match="Linear is no unit of a model compiled by graph_fsdp and holds none"):
         graph_fsdp.unsharded(nn.Linear(2, 2)).__enter__()

@@ -113,6 +113,7 @@ class Engine:
         self._inputs: dict[str, Tensor] = {}
         self._call: Call | None = None
         self._layout: Any = None  # see ``CaptureKey``
+        self.cast = ""  # likewise
         self.repeat_traces = True  # equal layers are traced once
         self.equal_layers = compat.EqualLayers(frozenset())  # by Dynamo, once there are classes of units
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
@@ -185,7 +186,7 @@ class Engine:
             if self.settings.unsharded != self.unsharded.units:
                 self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
             inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
-            key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks)
+            key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast)
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph, hooks=key.hooks, integers=self._integers))
             stack.enter_context(compat.traced_as(recurrent.TRACED))

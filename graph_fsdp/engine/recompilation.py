@@ -44,12 +44,14 @@ class GuardFailure:
 @dataclass(frozen=True)
 class CaptureKey:
     """Keeps graphs apart before Dynamo looks at its guards. ``layout``: how a backend's inputs are sharded over
-    devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules."""
+    devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules. ``cast``: the dtypes
+    that the model was cast to since it was compiled."""
 
     settings: Settings
     entry: Entry
     layout: Any = None
     hooks: bool = False
+    cast: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ class Cause:
     graphs failed: ``guards``, the graph that ran last first), "settings" (a method such as
     ``set_requires_gradient_sync`` has changed them), "inputs" (inputs are sharded otherwise), "piece" (what follows a
     graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives what other pieces gather),
-    "parameters" (compiled code runs with other parameters), "python" (code outside of graphs reads a parameter),
-    "hooks" (a module has a hook now, or none has any more), "finalized" (``finalize_backward`` reduces what is kept),
-    "divided" (a pipeline runs a backward in two halves).
+    "parameters" (compiled code runs with other parameters, or they were cast), "python" (code outside of graphs reads a
+    parameter), "hooks" (a module has a hook now, or none has any more), "finalized" (``finalize_backward`` reduces what
+    is kept), "divided" (a pipeline runs a backward in two halves).
     ``compilation``: its name in torch's logs, "0/1".
     """
 
@@ -134,6 +136,8 @@ def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) 
             changed.append(f"{name} from {plain[0]} to {plain[1]}")
     if changed:
         return "settings", f"settings changed: {', '.join(changed)}"
+    if last.cast != key.cast:
+        return "parameters", f"the model was cast to {key.cast}"
     if last.hooks != key.hooks:
         return "hooks", f"hooks of modules were {'added' if key.hooks else 'removed'}"
     return "inputs", "inputs are sharded over the devices in another way"

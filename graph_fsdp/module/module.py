@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from graph_fsdp import compat
+from graph_fsdp.engine.casting import follow_cast
 from graph_fsdp.engine.dynamo import Entered, Entry
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import UnsupportedError
@@ -32,7 +33,7 @@ from graph_fsdp.module.refusals import (
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
 from graph_fsdp.parameters.mixed_precision import ModulePolicies, cast_floats
-from graph_fsdp.parameters.shards import own_rows
+from graph_fsdp.parameters.own_rows import own_rows
 from graph_fsdp.passes.repeat.segments import WORTH
 from graph_fsdp.units import Unit
 
@@ -84,8 +85,9 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # FSDPModule's looks for FSDP2's state.
         found = self._resharded()._apply(*args, **kwargs)
-        if "_graph_fsdp_structure" in vars(self):  # the model, all of which is moved now
+        if "_graph_fsdp_structure" in vars(self):  # the model, all of which is moved or cast now
             self._graph_fsdp.storage.after_apply()
+            follow_cast(self._graph_fsdp, vars(self)["_graph_fsdp_policies"])
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -185,6 +187,7 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         vars(module)["_graph_fsdp_casts"] = policies.casts_of(name)
     counts = Counter(map(type, places))
     engine.equal_layers = compat.EqualLayers(frozenset(kind for kind, number in counts.items() if number >= WORTH))
+    vars(model)["_graph_fsdp_policies"] = {name: policies.around(name) for name in engine.spec.parameters}
     structure = vars(model)["_graph_fsdp_structure"] = Structure(model, engine.storage)
     engine.structure_of_model = weakref.ref(structure)
 

@@ -92,18 +92,18 @@ class ModulePolicies:
         not).
 
         Raises:
-            TypeError, ValueError: see ``_dtypes``; its modules want different dtypes; it has a ``grad_dtype``.
+            TypeError, ValueError: see ``dtypes_under``; its modules want different dtypes; it has a ``grad_dtype``.
         """
         found = {name: self.around(name) for name in names}
         (first, policy), *others = found.items()
-        dtypes = _dtypes(policy, p, first)
+        dtypes = dtypes_under(policy, p, first)
         if p.requires_grad and (grad_dtype := getattr(p, "grad_dtype", p.dtype)) is not p.dtype:
             raise ValueError(
                 f"parameter {first!r} is {p.dtype} and its grad_dtype is {grad_dtype}; graph_fsdp gives gradients the "
                 "dtype of their parameters: leave grad_dtype as it is; mp_policy's reduce_dtype is that of reductions"
             )
         for name, other in others:
-            if _dtypes(other, p, name) != dtypes:
+            if dtypes_under(other, p, name) != dtypes:
                 raise ValueError(
                     f"mp_policy gives one parameter two policies: it is {first!r} with {policy} and {name!r} with "
                     f"{other}; give both modules the same param_dtype and reduce_dtype"
@@ -180,7 +180,7 @@ def _check_reduce_dtype(policy: MixedPrecisionPolicy) -> None:
     )
 
 
-def _dtypes(
+def dtypes_under(
     policy: MixedPrecisionPolicy, p: nn.Parameter, name: str
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
     """Return ``param_dtype`` and ``reduce_dtype`` of one parameter, as FSDP2 of the installed torch takes the policy,

@@ -27,8 +27,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -156,11 +155,7 @@ class Storage(Shards):
             if self.has_memory and not p.filled:
                 self.fill(p, p.placeholder)
             p.register(p.shard)
-            make = compat.emptied if self.has_memory else compat.without_memory
-            shape, dtype = p.spec.shape, p.spec.param_dtype
-            if p.used_like is not None:
-                shape, dtype = tuple(p.used_like.shape), p.used_like.dtype
-            _set_memory(p.placeholder, make(shape, dtype, self.device))
+            self._empty_placeholder(p)
             vars(p.placeholder)["_graph_fsdp"] = (p.spec.name, self)
             set_guarded([p.placeholder], True)
         for tensor, value in self._whole:
@@ -170,17 +165,38 @@ class Storage(Shards):
                 _set_memory(tensor, value)
         self._whole.clear()
 
+    def _empty_placeholder(self, p: ShardedParameter) -> None:
+        make = compat.emptied if self.has_memory else compat.without_memory
+        shape, dtype = p.spec.shape, p.spec.param_dtype
+        if p.used_like is not None:
+            shape, dtype = tuple(p.used_like.shape), p.used_like.dtype
+        _set_memory(p.placeholder, make(shape, dtype, self.device))
+
     def after_apply(self) -> None:
         with contextlib.suppress(ParameterChangedError):  # the next forward says so
             self._take_replacements()
         memories = [compat.local_part(p.shard) for p in self.parameters.values()]
         homes = [p.local.device for p in self.parameters.values()]
         moved = all(m.device != home and not m.is_meta for m, home in zip(memories, homes, strict=True))
-        if not moved or not memories or not self.has_memory or self.keeps_buffers:
-            return
-        for p, memory in zip(self.parameters.values(), memories, strict=True):
+        if moved and memories and self.has_memory and not self.keeps_buffers:
+            self._leave_buffers()
+
+    def _leave_buffers(self) -> None:
+        """Give the buffers back: shards have memory of their own, until the next forward takes new buffers."""
+        for p in self.parameters.values():
+            memory = compat.local_part(p.shard)
             p.local, p.input, p.seen = memory, memory, _parts(p.shard)
         self._forget_buffers(True)
+
+    def take_spec(self, spec: ModelSpec) -> None:
+        """Hold the same parameters in other dtypes, which their shards have already."""
+        self.spec = spec
+        for name, p in self.parameters.items():
+            p.spec = spec.parameters[name]
+            set_guarded([p.placeholder], False)
+            self._empty_placeholder(p)
+            set_guarded([p.placeholder], True)
+        self._leave_buffers()
 
     def _take_replacements(self) -> None:
         """Take what stands in modules now for the shards: ``load_state_dict(assign=True)`` exchanges them."""
@@ -264,8 +280,8 @@ class Storage(Shards):
             return
         if (found := described(memory)) != (expected := described(p.local)):
             raise ParameterChangedError(
-                f"parameter {p.spec.name!r} was {expected} per rank and is {found} now; move and cast the model before "
-                "graph_fsdp.compile, and set compute dtypes with mp_policy"
+                f"parameter {p.spec.name!r} was {expected} per rank and is {found} now; cast all of the model "
+                "(model.to(dtype)), or move and cast it before graph_fsdp.compile; mp_policy has what it computes in"
             )
         with torch.no_grad():
             p.local.copy_(memory)
@@ -357,22 +373,6 @@ def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
         )
     replacement: nn.Parameter = found
     return replacement
-
-
-def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> Any:
-    """Return ``state_dict`` with a DTensor of this rank's rows for each whole tensor of a parameter that is sharded."""
-    if not isinstance(storage, Storage) or not isinstance(state_dict, Mapping):
-        return state_dict
-    held = {id(p.shard): p for p in storage.parameters.values() if not isinstance(p.placeholder, DTensor)}
-    rows: OrderedDict[str, Any] = OrderedDict(state_dict)
-    vars(rows).update(getattr(state_dict, "__dict__", {}))  # versions of modules
-    for name, registered in module.named_parameters(remove_duplicate=False):
-        p = held.get(id(registered))
-        value: Any = state_dict.get(name)
-        whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
-        if p is not None and isinstance(registered, DTensor) and whole and value.shape == registered.shape:
-            rows[name] = storage.shard_of(p, value)
-    return rows
 
 
 def _layout(spec: ModelSpec) -> dict[torch.dtype, dict[str, int]]:
