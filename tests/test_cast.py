@@ -107,12 +107,15 @@ def test_graphs_buckets_and_the_report_have_the_new_dtypes() -> None:
         report = graph_fsdp.inspect(model)
     assert report.graphs[-1].cause.text == "the model was cast to float64"
     assert "blocks.0.up.weight: float64[32, 16]" in str(report.find("blocks.0.up.weight"))
-    assert_expected_inline(stage_text(report.latest("forward")), """\
+    assert_expected_inline(
+        stage_text(report.latest("forward")),
+        """\
 gather_root = all_gather_start([blocks.0.{up.weight, up.bias, down.weight, down.bias}, head.{weight, bias}],
     bfloat16, world_size=8)
 full_root = all_gather_wait(gather_root)
     addmm(blocks.0.up.{bias, weight}), ..., addmm(blocks.0.down.{bias, weight}), ..., addmm(head.{bias, weight})
-return ..., full_root, ..., blocks.0.down.weight, head.weight, ...""")
+return ..., full_root, ..., blocks.0.down.weight, head.weight, ...""",
+    )
 
 
 def test_a_part_of_a_model_cannot_be_cast() -> None:

@@ -170,7 +170,8 @@ class CommunicationMethods:
         """Set how many reductions may be under way at once, each of which holds the gradients that it sends. It
         overrides ``default_pipeline(reductions_in_flight=…)`` for the whole model: call it on the model."""
         if not is_count(max_input_buffers):
-            raise ValueError(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
+            error = ValueError if type(max_input_buffers) is int else TypeError
+            raise error(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
         what = "the reductions of the whole model, which one schedule bounds"
         engine = _of_whole_model(self, "set_reduce_scatter_max_input_buffers", what, recurse)
         if not any(isinstance(p, Prefetch) for p in engine.pipeline):
@@ -283,8 +284,7 @@ class CommunicationMethods:
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward wait for ``event``, recorded after the optimizer's step: for optimizers that run on
-        another stream than the current one, which every gather follows. None, which ``record_event()`` of a stream of
-        ``torch.cpu`` returns, is nothing to wait for."""
+        another stream than the current one, which every gather follows. None is nothing to wait for (on the CPU)."""
         engine, _ = place(self)
         if event is not None and not hasattr(event, "wait"):
             raise TypeError(f"event must be a torch.Event, got {event!r}")
