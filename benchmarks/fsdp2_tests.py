@@ -114,10 +114,10 @@ def run(module: ModuleType, case: type[Any], name: str, ours: bool) -> Iterator[
         yield name, {"result": PASSED}
 
 
-def result_of(found: Results, name: str) -> str:
-    """A line; of an error that torch's tests have raised, what they compared."""
+def result_of(found: Results, name: str, folder: Path) -> str:
+    """A line; of an error that torch's tests have raised, what they compared. ``folder``: of the tests."""
     said = str(found.get("error", found.get(name, {"result": "the process ended"}))["result"])
-    return " ".join(said.split("To execute this test")[0].split())[:300]
+    return " ".join(said.split("To execute this test")[0].replace(f"{folder}/", "").split())[:300]
 
 
 def run_test(module: ModuleType, case: type[Any], name: str, seconds: float) -> dict[str, str]:
@@ -127,7 +127,7 @@ def run_test(module: ModuleType, case: type[Any], name: str, seconds: float) -> 
         found = on_ranks(partial(run, module, case, name, ours), ranks, seconds)
         if trace := found.get("error", {}).get("trace"):
             print(trace, file=sys.stderr)
-        return result_of(found, name)
+        return result_of(found, name, Path(str(module.__file__)).parent)
 
     row = {"file": module.__name__, "test": f"{case.__name__}.{name}", "fsdp2": one(ours=False)}
     if row["fsdp2"] == PASSED:
