@@ -99,19 +99,21 @@ test_on_two_ranks = FACTS.on(2)
 
 def test_graphs_buckets_and_the_report_have_the_new_dtypes() -> None:
     with fake_process_group():
-        model = graph_fsdp.compile(MLP(depth=1), backend="eager", mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-        x = torch.ones(4, 16)
-        model(x)
+        model = graph_fsdp.compile(MLP(depth=1), backend="eager")
+        model(torch.ones(4, 16))
+        before = stage_text(graph_fsdp.inspect(model).latest("forward"))
         model.to(torch.float64)
-        model(x)
+        model(torch.ones(4, 16, dtype=torch.float64))
         report = graph_fsdp.inspect(model)
     assert report.graphs[-1].cause.text == "the model was cast to float64"
     assert "blocks.0.up.weight: float64[32, 16]" in str(report.find("blocks.0.up.weight"))
+    after = stage_text(report.latest("forward"))
+    assert after == before.replace("float32", "float64") != before
     assert_expected_inline(
-        stage_text(report.latest("forward")),
+        after,
         """\
 gather_root = all_gather_start([blocks.0.{up.weight, up.bias, down.weight, down.bias}, head.{weight, bias}],
-    bfloat16, world_size=8)
+    float64, world_size=8)
 full_root = all_gather_wait(gather_root)
     addmm(blocks.0.up.{bias, weight}), ..., addmm(blocks.0.down.{bias, weight}), ..., addmm(head.{bias, weight})
 return ..., full_root, ..., blocks.0.down.weight, head.weight, ...""",
