@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -168,20 +171,37 @@ def writes_to_a_parameter_are_told_and_lost_as_with_fsdp2() -> None:
         trains_as_plain(lambda m, x: m.second(m.first(x)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
 
 
+class Fused(NamedTuple):
+    y: Tensor
+    head: OrderedDict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    of_a_layer: Fused
+    nothing: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        fused = self.of_a_layer
+        return [fused.y] if name == "y" else list(fused.head.values())
+
+
 @FACTS
 def parameters_among_outputs_are_whole_and_have_gradients() -> None:
     def outputs(m: Two, x: Tensor) -> Any:
-        return {"y": (m.first(x), x), "of a layer": [m.second.weight, m.second.bias]}
+        if m.training:
+            return {"y": (m.first(x), x), "of a layer": [m.second.weight, m.second.bias]}
+        return Given(Fused(m.first(x), OrderedDict(weight=m.second.weight, bias=m.second.bias)))
 
     for fullgraph in (True, False):
         torch.manual_seed(0)
         model, plain = pair(Two(outputs), fullgraph=fullgraph)
-        for m in (model, plain):
-            found = m(rows(6, 8))
+        for m, train in itertools.product((model, plain), (True, False)):
+            found = m.train(train)(rows(6, 8))
             torch.nn.functional.linear(found["y"][0], *found["of a layer"]).square().mean().backward()
         check_gradients(model, plain)
         with torch.no_grad():
-            torch.testing.assert_close(model(rows(6, 8)), plain(rows(6, 8)))
+            torch.testing.assert_close(model.train()(rows(6, 8)), plain.train()(rows(6, 8)))
 
 
 @FACTS

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
 import re
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """Names a compiled function of a model or unit, which takes the module first. Each has graphs and plans of its
     own."""
@@ -75,26 +75,37 @@ def returned(outputs: Any) -> Any:
 
 
 def holds_parameter(outputs: Any) -> bool:
-    """Say whether there is a parameter among ``outputs``, in lists, tuples and dicts. Dynamo traces this."""
-    if type(outputs) is dict:
-        outputs = list(outputs.values())
-    if type(outputs) in (list, tuple):
-        return any(map(holds_parameter, outputs))
+    """Say whether there is a parameter among ``outputs``, in lists, tuples, dicts and dataclasses. Dynamo traces
+    this."""
+    if isinstance(outputs, (dict, list, tuple)) or dataclasses.is_dataclass(outputs):
+        return any(map(holds_parameter, _values(outputs)))
     return isinstance(outputs, nn.Parameter)
 
 
 def whole_parameters(outputs: Any) -> Any:
     """Return ``outputs`` with a copy in the place of each parameter. Dynamo traces this: returned as it is, a parameter
     is no output of a graph but the placeholder that stands in the model, and would be without a value."""
-    if type(outputs) is dict:
-        return dict(zip(outputs, map(whole_parameters, outputs.values()), strict=True))
-    if type(outputs) in (list, tuple):
-        return type(outputs)(map(whole_parameters, outputs))
-    return outputs.clone() if isinstance(outputs, nn.Parameter) else outputs
+    if not holds_parameter(outputs):
+        return outputs
+    if isinstance(outputs, nn.Parameter):
+        return outputs.clone()
+    values, kind = list(map(whole_parameters, _values(outputs))), type(outputs)
+    if dataclasses.is_dataclass(outputs):
+        return kind(**dict(zip(outputs.__dataclass_fields__, values, strict=True)))
+    if isinstance(outputs, dict):
+        return kind(zip(outputs, values, strict=True))
+    return kind(*values) if hasattr(outputs, "_fields") else kind(values)
+
+
+def _values(outputs: Any) -> list[Any]:
+    """Return what lies in a list, tuple, dict or dataclass."""
+    if dataclasses.is_dataclass(outputs):  # transformers' outputs are dicts, too, without their fields of None
+        return [getattr(outputs, name) for name in outputs.__dataclass_fields__]
+    return list(outputs.values() if isinstance(outputs, dict) else outputs)
 
 
 # Where Python calls them, they are no frames to compile.
-for _function in (returned, holds_parameter, whole_parameters):
+for _function in (returned, holds_parameter, whole_parameters, _values):
     compat.leave_to_python(_function)
 
 

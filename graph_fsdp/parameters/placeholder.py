@@ -96,8 +96,9 @@ def _have_memory(func: Callable[..., Any], storage: Storage, names: list[str]) -
     where = f"module {owner!r}" if owner else "the model itself"
     if not storage.active and compat.current_backward() == -1:
         raise EmptyPlaceholderError(
-            f"parameter {listed} of {where} is a reference from before graph_fsdp.compile and has no memory any more\n"
-            f"  at {calling_line()}\n  Take it from the model again, and make optimizers after graph_fsdp.compile."
+            f"parameter {listed} of {where} is a reference from before graph_fsdp.compile, or one that a forward kept, "
+            f"and has no memory\n  at {calling_line()}\n  Take it from the model again, and make optimizers after "
+            "graph_fsdp.compile."
         )
     if reason := storage.refusal(names):
         raise EmptyPlaceholderError(
