@@ -165,8 +165,10 @@ class Failures:
         for failure in sorted(others, key=lambda f: f.of_others):
             if failure.inside and failure.position <= position:
                 return failure
-            if not failure.inside and now - self._first_seen.setdefault(failure, now) >= RETRY_SECONDS:
-                return failure
+            if not failure.inside:
+                first_seen = self._first_seen.setdefault(failure, now)
+                if now - first_seen >= RETRY_SECONDS or ended(self._processes, [failure.rank]):
+                    return failure
         self._first_seen = {f: first for f, first in list(self._first_seen.items()) if f in others}
         return None
 
@@ -193,6 +195,8 @@ class Failures:
             if missing
             else "all other ranks wait now, too: it takes long, as on a busy machine or a slow network"
         )
+        if raised := [failure for failure in self.others() if not failure.of_others]:  # and came back from its wait
+            who = f"{'; '.join(map(str, raised))}, and has not come since"
         log.warning(f"rank {me} has waited {seconds:.0f} s in {what()}, where {who}. It goes on waiting")
 
     def call_the_roll(self, mine: Failure) -> str:

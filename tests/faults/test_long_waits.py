@@ -142,4 +142,17 @@ def a_long_wait_of_all_ranks_misses_none() -> None:
     assert "in a gather, where all other ranks wait now, too" in line and "equally often" not in line
 
 
+@FACTS
+def a_long_wait_names_what_another_rank_raised() -> None:
+    failures = failure.Failures([0, 1], compat.default_store(), "of one that raised/")
+    if rank() == 1:
+        failures.announce(failure.Failure(1, 3, False, False, "forward of model 0", "ValueError: no batch"))
+    dist.barrier()
+    if rank() == 0:
+        with told("a gather") as lines:
+            failures.tell(3, 1000.0, lambda: "a gather")
+        (line,) = lines
+        assert "in a gather, where rank 1 raised ValueError: no batch in forward of model 0, and has not come" in line
+
+
 test_on_two_ranks = FACTS.on(2, timeout=120.0)

@@ -87,14 +87,16 @@ def test_a_rank_of_another_host_does_not_answer() -> None:
     assert "ranks [1] did not answer within 1 s: killed, stopped, out of reach, or busy" in error
 
 
-def compile_without_rank_1() -> str:
-    """Rank 1 dies before the first forward, for which ranks wait for each other to compile."""
+def compile_without_rank_1(how: str) -> str:
+    """Rank 1 ends before or in the first forward, for which ranks wait for each other to compile."""
     torch.set_num_threads(1)
     agreement.PATIENCE_SECONDS = 0.3
     start_group(100.0)
     model = compiled()
     dist.barrier()
     if rank() == 1:
+        if how == "raises":
+            caught(lambda: model("no batch"))
         die()
     error = caught(lambda: step(model))
     assert isinstance(error, graph_fsdp.RankFailure), repr(error)
@@ -102,10 +104,13 @@ def compile_without_rank_1() -> str:
 
 
 @pytest.mark.long
-def test_a_rank_dies_before_others_compile_with_it() -> None:
-    for error in run_ranks(compile_without_rank_1, 3, backend=None, lost=[1]):
+@pytest.mark.parametrize(
+    ("how", "why"), [("dies", "rank 1: its process"), ("raises", "rank 1 raised GraphBreakError: ")]
+)
+def test_a_rank_ends_before_others_compile_with_it(how: str, why: str) -> None:
+    for error in run_ranks(compile_without_rank_1, 3, how, backend=None, lost=[1]):
         assert "cannot end the wait for others to compile with this rank, because rank" in error
-        assert "rank 1: its process" in error and "has ended" in error
+        assert why in error, error
 
 
 def lose_the_store() -> str:
