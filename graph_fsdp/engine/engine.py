@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
+from graph_fsdp.engine import stand_ins
 from graph_fsdp.engine.aot import AotTrace
 from graph_fsdp.engine.division import Division
 from graph_fsdp.engine.dynamo import (
@@ -54,12 +55,12 @@ from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
 from graph_fsdp.passes import CostModel, Graph, PassContext, Plan, memory_profile
-from graph_fsdp.passes.ir import recurrent
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
+from graph_fsdp.passes.ir.traced import TRACED
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.repeat import Repeats
 from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
@@ -189,7 +190,7 @@ class Engine:
             key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast)
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph, hooks=key.hooks, integers=self._integers))
-            stack.enter_context(compat.traced_as(recurrent.TRACED))
+            stack.enter_context(compat.traced_as(TRACED))
             stack.enter_context(compat.dynamo_ignores_modes())
             if self.repeat_traces:
                 stack.enter_context(self.equal_layers.active())
@@ -228,12 +229,11 @@ class Engine:
 
     def _function_compiled(self, key: CaptureKey) -> Callable[..., Any]:
         """Return an entry's function, compiled for the present settings. Each of these has graphs of its own, as Dynamo
-        has no guards on settings, and on hooks only where there are some (``structure.py``).
-
-        What Dynamo keeps of a compilation lives as long as the function's code object, where the garbage collector does
-        not see it. So it must not keep the engine, which has that code object.
-        """
+        has no guards on settings, and on hooks only where there are some (``structure.py``). What Dynamo keeps of a
+        compilation lives as long as the function's code object, where the garbage collector does not see it. So it must
+        not keep the engine, which has that code object."""
         if key not in self._compiled:
+            stand_ins.install()
             backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), key)
             function = own_code(key.entry.function, self._fullgraph, self.storage.mesh is not None)
             weakref.finalize(self, forget_programs, function).atexit = False

@@ -31,12 +31,12 @@ from graph_fsdp.engine.ranks import OtherPlan
 from graph_fsdp.engine.sharing import SharedProgram
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
-from graph_fsdp.passes.ir import recurrent
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.portable import Names, NotPortable
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
+from graph_fsdp.passes.ir.traced import TRACED
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.trace import call, called
 from graph_fsdp.passes.transforms.partitioned import take_unsharded
@@ -353,7 +353,7 @@ class Remake:
         with (
             compat.tracing_in(self.mode),
             compat.tracing_options(fullgraph=True),
-            compat.traced_as(recurrent.TRACED),
+            compat.traced_as(TRACED),
             compat.without_dispatch_modes(),
             collector_paused(),
             torch.set_grad_enabled(self.grad),

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._ops import OpOverload
+from torch.nn.modules.transformer import _detect_is_causal_mask
+
+detect_is_causal_mask: Any = _detect_is_causal_mask
 
 
 def inputs_given_gradients() -> set[str]:
@@ -38,8 +41,9 @@ def traced_as(functions: Mapping[OpOverload[..., Any], Callable[..., Any]]) -> I
 @functools.cache
 def _install(operator: OpOverload[..., Any]) -> None:
     """Let tracing ask what stands for an operator."""
-    for key in (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd):
-        written_out = operator.py_kernels[key]
+    composite, autograd = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
+    for key in (composite, autograd) if composite in operator.py_kernels else (composite,):
+        written_out = operator.py_kernels.get(key, functools.partial(operator._op_dk, composite))  # else in C++
 
         @functools.wraps(written_out)  # whose it is, other tables of decompositions ask
         def traced(*args: Any, written_out: Callable[..., Any] = written_out, **kwargs: Any) -> Any:

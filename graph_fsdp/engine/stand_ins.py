@@ -1,0 +1,56 @@
+"""What Dynamo traces in models of this package in place of functions of torch that it does not trace."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from graph_fsdp import compat
+from graph_fsdp.engine.dynamo import Entered
+
+
+@functools.cache
+def install() -> None:
+    """Have Dynamo trace them so. Calls that are not traced, and models that are not of this package, have torch's."""
+    for original, traced in ((checkpoint_sequential, _in_segments), (compat.detect_is_causal_mask, _is_said_causal)):
+        _trace_as(original, traced)
+
+
+def _trace_as(original: Any, traced: Any) -> None:
+    name, defaults = original.__name__, original.__defaults__
+    as_ever = types.FunctionType(original.__code__, original.__globals__, name, defaults)  # for which nothing stands
+
+    @torch.compiler.substitute_in_graph(original, skip_signature_check=True)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return as_ever(*args, **kwargs) if Entered.engine < 0 else traced(*args, **kwargs)
+
+
+def _in_segments(
+    functions: Any, segments: int, input: Tensor, use_reentrant: bool | None = None, **options: Any
+) -> Tensor:
+    """Stand for ``checkpoint_sequential``, whose file Dynamo skips."""
+    layers = list(functions.children()) if isinstance(functions, nn.Sequential) else functions
+    size = len(layers) // segments
+    end = size * (segments - 1)
+    for begin in range(0, end, size):
+        run = functools.partial(_run, layers[begin : begin + size])
+        input = checkpoint(run, input, use_reentrant=bool(use_reentrant), **options)
+    return _run(layers[end:], input)
+
+
+def _run(layers: Iterable[Any], input: Tensor) -> Tensor:
+    for layer in layers:
+        input = layer(input)
+    return input
+
+
+def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Stand for the look of ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` at the values of a mask, which a
+    graph does not have. The mask is applied, whether it is causal or not."""
+    return is_causal is True

@@ -1,0 +1,11 @@
+"""What is traced as one operator of ours in place of an operator of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import ctc, recurrent
+
+TRACED: dict[compat.OpOverload[..., Any], Callable[..., Any]] = {**recurrent.TRACED, **ctc.TRACED}

@@ -1,0 +1,145 @@
+"""Functions of torch that Dynamo does not trace are in the one graph of a model, with the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import graph_fsdp
+from graph_fsdp import compat
+from graph_fsdp.passes.ir.ctc import ctc_loss, ctc_loss_backward
+
+CLASSES, LENGTH, BATCH = 7, 6, 3
+
+
+class Layers(nn.Module):
+    def __init__(self, forward: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self._forward = forward
+
+    def forward(self, *given: Any) -> Any:
+        return self._forward(self.layers, *given)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def check_step(plain: nn.Module, *given: Any, **options: Any) -> nn.Module:
+    """Compare one step of both, bit for bit where nothing else is said; return the compiled model."""
+    close = options.pop("close", {"rtol": 0, "atol": 0})
+    model = graph_fsdp.compile(copy.deepcopy(plain), **{"backend": "eager", **options})
+    found, expected = model(*given), plain(*given)
+    torch.testing.assert_close(found, expected, **close)
+    for outputs in (found, expected):
+        outputs.square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        gradient = mine.grad.full_tensor() if isinstance(mine.grad, compat.DTensor) else mine.grad
+        torch.testing.assert_close(gradient, theirs.grad, **close)
+    return model
+
+
+def targets(model: nn.Module, phase: str) -> list[Any]:
+    graph = graph_fsdp.inspect(model).graphs[-1].views[phase].graph
+    assert graph is not None
+    return [node.target for node in graph.fx_graph.nodes]
+
+
+# --- checkpoint_sequential
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_sequential_is_traced_in_segments(use_reentrant: bool) -> None:
+    def run(layers: nn.Sequential, x: Tensor) -> Tensor:
+        return checkpoint_sequential(layers, 2, x, use_reentrant=use_reentrant)
+
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+    model = check_step(Layers(run, *layers), rows(4, 8).requires_grad_())
+    tanh = torch.ops.aten.tanh.default
+    assert targets(model, "forward").count(tanh) == 3
+    assert targets(model, "backward").count(tanh) == 1, "of the first segment"
+
+
+# --- masks
+
+
+def causal(length: int) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(length)
+
+
+def test_masks_are_applied_without_a_look_at_their_values() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    close = {"rtol": 1e-5, "atol": 1e-5}  # torch's kernel for causal masks is another
+    for mask in (causal(5), torch.ones(5, 5).tril(1).log()):
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        model = check_step(Layers(lambda m, x, mask: m[0](x, mask), encoder), rows(3, 5, 16), mask, close=close)
+        assert torch.ops.aten.all.default not in targets(model, "forward")
+    whole = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+    run = Layers(lambda m, x, y: m[0](x, y, tgt_mask=causal(4)), whole)
+    check_step(run, rows(3, 5, 16), rows(3, 4, 16), close=close)
+
+
+def test_other_models_are_traced_as_ever() -> None:
+    check_step(Layers(lambda m, x: m(x), nn.Linear(8, 8)), rows(4, 8))  # what stands for functions is there
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1, enable_nested_tensor=False)
+    for function in (
+        lambda x: encoder(x, causal(5)),
+        lambda x: checkpoint_sequential(nn.Sequential(nn.Tanh(), nn.Tanh()), 2, x, use_reentrant=False),
+    ):
+        traced = torch.compile(function, backend="eager", fullgraph=True)
+        with pytest.raises((compat.Unsupported, compat.UserError)):
+            traced(rows(3, 5, 16))
+
+
+# --- ctc_loss
+
+
+def losses(**options: Any) -> nn.Module:
+    def run(layers: nn.Module, x: Tensor, *given: Any) -> Tensor:
+        return F.ctc_loss(layers(x).log_softmax(-1), *given, **options)
+
+    torch.manual_seed(0)
+    return Layers(run, nn.Linear(4, CLASSES))
+
+
+GOALS = torch.tensor([[1, 2, 3], [3, 3, 1], [5, 4, 4]])
+TENSORS = torch.tensor([6, 5, 1]), torch.tensor([3, 2, 3])
+NUMBERS = (6, 5, 6), (3, 1, 2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("lengths", [TENSORS, NUMBERS], ids=["tensors", "numbers"])
+def test_ctc_loss_has_eager_bits(reduction: str, lengths: tuple[Any, Any]) -> None:
+    plain = losses(reduction=reduction, zero_infinity=True, blank=6)
+    model = check_step(plain, rows(LENGTH, BATCH, 4), GOALS, *lengths)
+    assert targets(model, "forward").count(ctc_loss) == 1
+    assert targets(model, "backward").count(ctc_loss_backward) == 1
+
+
+def test_ctc_loss_of_one_sequence_and_of_targets_behind_each_other() -> None:
+    check_step(losses(), rows(LENGTH, 4), GOALS[0], torch.tensor(6), torch.tensor(3))
+    check_step(losses(), rows(LENGTH, BATCH, 4), GOALS.flatten()[:7], torch.tensor([6, 6, 6]), torch.tensor([3, 2, 2]))
+
+
+def test_ctc_loss_under_autocast_and_without_gradients() -> None:
+    plain = losses()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
+    given = rows(LENGTH, BATCH, 4), GOALS, *NUMBERS
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(*given), plain(*given))
+    with torch.no_grad():
+        assert torch.equal(model(*given), plain(*given))
+
+
+@pytest.mark.long
+def test_ctc_loss_through_inductor() -> None:
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    check_step(losses(), rows(LENGTH, BATCH, 4), GOALS, *NUMBERS, backend="inductor", close=close)
