@@ -77,7 +77,7 @@ def returned(outputs: Any) -> Any:
 def holds_parameter(outputs: Any) -> bool:
     """Say whether there is a parameter among ``outputs``, in lists, tuples, dicts and dataclasses. Dynamo traces
     this."""
-    if isinstance(outputs, (dict, list, tuple)) or dataclasses.is_dataclass(outputs):
+    if isinstance(outputs, (dict, list, tuple)) or fields_of(type(outputs)):
         return any(map(holds_parameter, _values(outputs)))
     return isinstance(outputs, nn.Parameter)
 
@@ -90,8 +90,8 @@ def whole_parameters(outputs: Any) -> Any:
     if isinstance(outputs, nn.Parameter):
         return outputs.clone()
     values, kind = list(map(whole_parameters, _values(outputs))), type(outputs)
-    if dataclasses.is_dataclass(outputs):
-        return kind(**dict(zip(outputs.__dataclass_fields__, values, strict=True)))
+    if fields := fields_of(kind):
+        return kind(**dict(zip(fields, values, strict=True)))
     if isinstance(outputs, dict):
         return kind(zip(outputs, values, strict=True))
     return kind(*values) if hasattr(outputs, "_fields") else kind(values)
@@ -99,9 +99,17 @@ def whole_parameters(outputs: Any) -> Any:
 
 def _values(outputs: Any) -> list[Any]:
     """Return what lies in a list, tuple, dict or dataclass."""
-    if dataclasses.is_dataclass(outputs):  # transformers' outputs are dicts, too, without their fields of None
-        return [getattr(outputs, name) for name in outputs.__dataclass_fields__]
+    if fields := fields_of(type(outputs)):  # transformers' outputs are dicts, too, without their fields of None
+        return [getattr(outputs, name) for name in fields]
     return list(outputs.values() if isinstance(outputs, dict) else outputs)
+
+
+def _fields_of(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields, () for another class."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+fields_of: Any = torch.compiler.assume_constant_result(_fields_of)
 
 
 # Where Python calls them, they are no frames to compile.
