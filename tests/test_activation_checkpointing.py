@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from models import GPT
 from printed import calls
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
 from graph_fsdp import ActivationCheckpointing, compat
@@ -198,3 +199,24 @@ def test_dropout_of_what_was_scaled_by_a_parameter_is_drawn_again() -> None:
     expected.sum().backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(scale.grad, second.grad)
+
+
+class Checkpointed(nn.Sequential):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+        return y
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_batch_statistics_of_a_checkpoint_count_once_and_its_parameters_have_gradients(use_reentrant: bool) -> None:
+    plain = Checkpointed(use_reentrant=False)
+    model = graph_fsdp.compile(Checkpointed(use_reentrant), backend="eager")
+    for m in (plain, model):
+        m(torch.randn(4, 8)).sum().backward()
+    assert plain[1].num_batches_tracked == 2, "its forward was computed again"
+    assert model[1].num_batches_tracked == 1
+    assert all(p.grad is not None for p in model.parameters())
