@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo_config
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -143,3 +145,17 @@ def test_ctc_loss_under_autocast_and_without_gradients() -> None:
 def test_ctc_loss_through_inductor() -> None:
     close = {"rtol": 1e-5, "atol": 1e-5}
     check_step(losses(), rows(LENGTH, BATCH, 4), GOALS, *NUMBERS, backend="inductor", close=close)
+
+
+# --- what torch is asked for by its own settings
+
+
+@pytest.mark.parametrize("settings", [inductor_config.patch(freezing=True), dynamo_config.patch(prepare_freezing=True)])
+def test_parameters_as_constants_are_refused(settings: Any) -> None:
+    model = graph_fsdp.compile(nn.Sequential(nn.Linear(8, 8)), backend="eager")
+    expected = model(rows(4, 8))
+    with settings, torch.no_grad():
+        with pytest.raises(graph_fsdp.UnsupportedError, match=r"'0.weight' would be a constant of the graph"):
+            model(rows(4, 8))
+    with torch.no_grad():
+        assert torch.equal(model(rows(4, 8)), expected)

@@ -9,6 +9,7 @@ combination has programs of its own, made of one trace. See docs/decisions/traci
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -28,7 +29,16 @@ _OF_DYNAMO = ("grapharg", "example_value")
 
 
 def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, ShardedParameter]:
-    """Return the parameters whose placeholders are inputs of a graph that Dynamo has just traced, by their places."""
+    """Return the parameters whose placeholders are inputs of a graph that Dynamo has just traced, by their places.
+    Raises UnsupportedError where they are constants of it."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        constant = storage.by_placeholder.get(id(operator.attrgetter(node.target)(module)))
+        if constant is not None:
+            raise UnsupportedError(
+                f"parameter {constant.spec.name!r} would be a constant of the graph, as torch._inductor.config.freezing "
+                "(TORCHINDUCTOR_FREEZING) and torch._dynamo.config.prepare_freezing ask for: parameters are gathered "
+                "from shards, which change; turn it off while the model is called"
+            )
     found = {}
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
         example = getattr(node.meta.get("grapharg"), "example", None)
