@@ -45,6 +45,10 @@ train: $(VENV)/.train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		examples/train_gpt.py --device $(DEVICE) --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
+# pytest keeps the assertions that it has written anew, for the next workers, where the environment has no bytecode kept
+# (`PYTHONDONTWRITEBYTECODE`, as in many containers).
+test test-long test-xla: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 

@@ -50,6 +50,9 @@ LONG = (
     *("test_cuda_graphs_ranks", "test_one_rank", "test_gradient_sync_ranks", "test_calls_ranks", "test_docs_index"),
     *("test_checkpoint_faults", "test_accelerate_launch", "test_trainer", "test_minilm", "test_lost_ranks"),
     *("test_copies", "test_train", "test_unshard_ranks", "test_tensor_parallel_meshes", "test_published_program"),
+    *("test_parameter_meshes", "test_quantized", "test_programs_shared", "test_gather_ahead", "test_dropless_experts"),
+    *("test_memory_checkpoints", "test_launch", "test_pipelining", "test_programs", "test_virtual_cluster"),
+    *("test_branches", "test_watch_virtual", "test_frozen", "test_torchao_gathers", "test_symmetric_memory"),
     *("test_xla_training", "test_xla_replicas", "test_xla_corners", "test_xla_auto", "test_xla_models"),
     *("test_xla_checkpoint", "test_xla_docs", "test_xla_recompilation", "test_xla_peers", "test_xla_host_fallbacks"),
 )

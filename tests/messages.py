@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
 
+@functools.cache
 def texts() -> list[str]:
     found = []
     for folder in ("graph_fsdp", "passes", "runtime"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import graph_fsdp
 
 ROWS = 4
-DEPTH = 4
+DEPTH = 2
 
 
 class Started:

@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.layers = nn.Embedding(7, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.embedding, self.layers = nn.Embedding(7, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.head, self.scale = nn.Linear(8, 7, bias=False), nn.Parameter(torch.tensor(0.5))
         self.head.weight = self.embedding.weight
         self.register_buffer("shift", torch.ones(8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where Inductor keeps what it builds: nothing yet."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def plain_kernels() -> Iterator[None]:
+    """Kernels are built without vectors and precompiled headers, which an empty folder is long without."""
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
+        yield
 
 
 def gradients(model: nn.Module, tokens: Tensor) -> list[Tensor]:
@@ -86,6 +94,7 @@ def test_a_process_with_other_vectors_does_not_take_what_the_cache_has(
         assert compiled_graphs(None) == 2 * first
 
 
+@pytest.mark.usefixtures("plain_kernels")
 def test_a_kernel_that_is_wrong_among_others_is_built_by_itself(
     libraries: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,6 +105,7 @@ def test_a_kernel_that_is_wrong_among_others_is_built_by_itself(
     assert "2 kernels are built one by one" in caplog.text
 
 
+@pytest.mark.usefixtures("plain_kernels")
 def test_equal_kernels_are_built_once_and_what_is_left_by_an_error_when_it_is_called(libraries: Path) -> None:
     scope: dict[str, Any] = {}
     with pytest.raises(KeyError), compat_cpp.built_together():

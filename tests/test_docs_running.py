@@ -14,7 +14,6 @@ from graph_fsdp.monitoring.record import METRICS, STRAGGLES
 
 PAGE = (ROOT / "docs" / "running.md").read_text()
 MESSAGES = re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE)
-TEXTS = texts()
 
 
 def first_column(header: str) -> list[str]:
@@ -35,7 +34,7 @@ def test_each_error_is_explained() -> None:
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_of_the_page_is_one_of_the_source(message: str) -> None:
-    assert any(message.removesuffix(" …") in " ".join(text.split()) for text in TEXTS)
+    assert any(message.removesuffix(" …") in " ".join(text.split()) for text in texts())
 
 
 def test_what_a_monitor_costs_is_what_was_measured() -> None:

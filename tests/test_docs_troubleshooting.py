@@ -9,13 +9,12 @@ from messages import ROOT, texts
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE)
-TEXTS = texts()
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_of_the_page_is_one_of_the_source(message: str) -> None:
     words = message.removesuffix(" …")
-    assert any(words in " ".join(text.split()) for text in TEXTS)
+    assert any(words in " ".join(text.split()) for text in texts())
     assert len(words.replace("…", "").split()) > 3, "enough words to be found by"
 
 

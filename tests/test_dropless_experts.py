@@ -19,9 +19,9 @@ COUNT = 4
 FACTS = Facts(__name__)
 
 
-def model_of(**options: Any) -> MoE:
+def model_of(layers: int = 2, *, grouped: bool = False) -> MoE:
     torch.manual_seed(0)
-    return MoE(COUNT, WIDTH, **options)
+    return MoE(COUNT, WIDTH, layers, grouped=grouped)
 
 
 def collectives(model: MoE) -> list[str]:
@@ -63,11 +63,11 @@ def test_products_in_groups_are_those_of_the_model(grouped: Any, backend: str) -
 # Numbers of tokens that depend on values
 
 
-def check_trained(sizes: tuple[int, int], steps: int = 5, **options: Any) -> MoE:
+def check_trained(sizes: tuple[int, int], layers: int = 2, steps: int = 5, **options: Any) -> MoE:
     """Compare with one process, and see that all steps and ranks ran the same collectives in the same order."""
     mesh, own = meshes(*sizes)
-    model = ours(model_of().distribute(own["ep"]), mesh, {Experts: own["efsdp"]}, **options)
-    found, expected = train(model, steps, rank=rank(), ranks=4), train(model_of(), steps)
+    model = ours(model_of(layers).distribute(own["ep"]), mesh, {Experts: own["efsdp"]}, **options)
+    found, expected = train(model, steps, rank=rank(), ranks=4), train(model_of(layers), steps)
     for kind, value in found.items():
         check_close(value, expected[kind], 1e-6, kind)
     last = found["gradients"]["layers.0.experts.w1"][-1]
@@ -75,7 +75,7 @@ def check_trained(sizes: tuple[int, int], steps: int = 5, **options: Any) -> MoE
     assert len(graph_fsdp.inspect(model).graphs) == 1, "one graph, however many tokens experts get"
     orders: list[Any] = [None] * 4
     dist.all_gather_object(orders, collectives(model))
-    assert orders.count(orders[0]) == 4 and sum("all_to_all" in line for line in orders[0]) == 2 * 3 + 2 * 2
+    assert orders.count(orders[0]) == 4 and sum("all_to_all" in line for line in orders[0]) == layers * (3 + 2)
     return model
 
 
@@ -86,13 +86,13 @@ def pairs_of_ranks_exchange_as_many_tokens_as_there_are() -> None:
 
 @FACTS
 def a_rank_whose_expert_gets_no_token_takes_part() -> None:
-    model = check_trained((1, 4))
+    model = check_trained((1, 4), layers=1)
     print(graph_fsdp.inspect(model))  # sizes are predicted without values
 
 
 @FACTS.long
 def sizes_of_exchanges_go_with_inductor() -> None:
-    check_trained((2, 2), backend="inductor")
+    check_trained((2, 2), layers=1, backend="inductor")
 
 
 @FACTS.long
@@ -111,8 +111,8 @@ def checkpointed_experts_compute_again_and_exchange_once() -> None:
 @FACTS.long
 def kept_gradients_go_with_sizes_of_exchanges() -> None:
     mesh, own = meshes(2, 2)
-    model = ours(model_of().distribute(own["ep"]), mesh, {Experts: own["efsdp"]})
-    one = model_of()
+    model = ours(model_of(1).distribute(own["ep"]), mesh, {Experts: own["efsdp"]})
+    one = model_of(1)
     with model.no_sync():
         model(tokens(0, rank(), 4)).square().mean().backward()
     model(tokens(1, rank(), 4)).square().mean().backward()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from facts import Facts
 from models import MLP
+from reference import fsdp2
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ from graph_fsdp import RankDisagreement
 from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
-DEPTH, STEPS = 3, 3
+DEPTH, STEPS = 2, 3
 UNITS = {nn.Linear}
 Between = Callable[[Any, Any], object]
 
@@ -70,10 +71,14 @@ def alike(
     backwards: int = 1,
     **options: Any,
 ) -> Any:
-    """Train with and without, and compare all bits; the model that was trained with."""
-    model, plain = compiled(**options), compiled(**options)
+    """Train with and without, and compare all bits; the model that was trained with. Where nothing is done between
+    steps FSDP2 trains without: it compiles nothing."""
+    model = compiled(**options)
     optimizer = graph_fsdp.distribute_optimizer(make(model), gather_ahead=units)
     found = train(model, optimizer, between, backwards)
+    torch.manual_seed(0)
+    policy = {name: value for name, value in options.items() if name == "mp_policy"}
+    plain = fsdp2(MLP(DEPTH), **policy) if between is nothing else compiled(**options)
     expected = train(plain, make(plain), between, backwards)
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):

@@ -43,9 +43,9 @@ def meshes(*sizes: int, names: tuple[str, ...] = ("efsdp", "ep")) -> tuple[Devic
     return mesh._flatten("dp"), mesh
 
 
-def model_of(mesh: DeviceMesh | None = None) -> MoE:
+def model_of(mesh: DeviceMesh | None = None, layers: int = 2) -> MoE:
     torch.manual_seed(0)
-    model = MoE(COUNT, WIDTH)
+    model = MoE(COUNT, WIDTH, layers)
     return model if mesh is None else model.distribute(mesh)
 
 
@@ -69,10 +69,10 @@ def train(model: nn.Module, steps: int = 10, rank: int = 0, ranks: int = 1, clip
     return {"gradients": gradients_of(model), "parameters": parameters_of(model)}
 
 
-def check_as_one_process(found: Any, steps: int = 10) -> None:
+def check_as_one_process(found: Any, layers: int = 2) -> None:
     """Parameters to 1e-6. Gradients after several steps have the rounding of all of them, of which processors differ by
     1.6e-6; a gradient that is not the mean over the batch is off by a factor."""
-    expected = train(model_of(), steps)
+    expected = train(model_of(layers=layers))
     for kind, bound in (("parameters", 1e-6), ("gradients", 5e-6)):
         check_close(found[kind], expected[kind], bound, kind)
     assert not found["gradients"]["layers.0.experts.w1"][-1].any(), "an expert without tokens has zero gradients"
@@ -223,8 +223,8 @@ def pairs_of_ranks_with_experts_equal_one_process_and_fsdp2() -> None:
 @FACTS
 def experts_on_all_ranks_equal_one_process() -> None:
     mesh, own = meshes(1, 4)
-    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})
-    check_as_one_process(train(model, rank=rank(), ranks=4))
+    model = ours(model_of(own["ep"], layers=1), mesh, {Experts: own["efsdp"]})
+    check_as_one_process(train(model, rank=rank(), ranks=4), layers=1)
 
 
 @FACTS
@@ -233,19 +233,19 @@ def replicas_with_experts_equal_one_process() -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "efsdp", "ep"))
     mesh["efsdp", "ep"]._flatten("dp_shard")
     own = mesh["dp_replicate", "efsdp"]
-    model = ours(model_of(mesh["ep"]), mesh["dp_replicate", "dp_shard"], {Experts: own})
-    check_as_one_process(train(model, rank=rank(), ranks=4))
+    model = ours(model_of(mesh["ep"], layers=1), mesh["dp_replicate", "dp_shard"], {Experts: own})
+    check_as_one_process(train(model, rank=rank(), ranks=4), layers=1)
 
 
 @FACTS
 def kept_gradients_mixed_precision_and_offload_go_with_experts() -> None:
     mesh, own = meshes(2, 2)
     options = {"mp_policy": MixedPrecisionPolicy(torch.float64), "offload_policy": CPUOffloadPolicy()}
-    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]}, **options)
+    model = ours(model_of(own["ep"], layers=1), mesh, {Experts: own["efsdp"]}, **options)
     with model.no_sync():
         model(tokens(0, rank(), 4)).square().mean().backward()
     model(tokens(1, rank(), 4)).square().mean().backward()
-    one = model_of().double()
+    one = model_of(layers=1).double()
     for step in range(2):
         one(tokens(step).double()).square().mean().backward()
     check_close(gradients_of(model), {n: g.float() for n, g in gradients_of(one).items()}, 1e-6, "gradients")
@@ -255,7 +255,7 @@ def kept_gradients_mixed_precision_and_offload_go_with_experts() -> None:
 def norms_are_those_of_one_process_over_any_meshes() -> None:
     for sizes in ((1, 4), (2, 2)):
         mesh, own = meshes(*sizes)
-        model, one = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]}), model_of()
+        model, one = ours(model_of(own["ep"], layers=1), mesh, {Experts: own["efsdp"]}), model_of(layers=1)
         for norm_type in (2.0, 1.0, math.inf):
             for trained, part in ((model, tokens(0, rank(), 4)), (one, tokens(0))):
                 trained.zero_grad()

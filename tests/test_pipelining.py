@@ -275,7 +275,7 @@ def test_stages_are_where_the_schedule_has_them(fake_group: None) -> None:
 
 def test_reductions_of_another_type(fake_group: None) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    model: Any = graph_fsdp.compile(MLP(), mp_policy=policy)  # Inductor compiles the casts of what is reduced
+    model: Any = graph_fsdp.compile(MLP(depth=1), mp_policy=policy)  # Inductor compiles the casts of what is reduced
     model.set_manual_backward_finalization(True)
     model(batch(0)).sum().backward()
     model.finalize_backward()

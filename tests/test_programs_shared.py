@@ -4,6 +4,7 @@ computes the same bits and shows the same graphs. Where it cannot take it, it tr
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -88,7 +89,7 @@ def rank() -> int:
     return dist.get_rank()
 
 
-def compiled(programs: object, make: Callable[[], nn.Module] = lambda: MLP(4), **options: Any) -> nn.Module:
+def compiled(programs: object, make: Callable[[], nn.Module] = MLP, **options: Any) -> nn.Module:
     torch._dynamo.reset()
     torch.manual_seed(0)
     return graph_fsdp.compile(make(), **{"backend": "eager", "programs": programs, **options})
@@ -114,6 +115,12 @@ def train(model: nn.Module, rows: int = ROWS) -> Trained:
     return Trained(losses, parameters, graph_fsdp.inspect(model))
 
 
+@functools.cache
+def trained_alone() -> Trained:
+    """By ranks that trace for themselves."""
+    return train(compiled(False))
+
+
 def check_same(one: Trained, two: Trained) -> None:
     assert all(map(torch.equal, one.losses, two.losses)) and all(map(torch.equal, one.parameters, two.parameters))
     for phase in ("forward", "backward"):
@@ -132,8 +139,7 @@ def own_folder() -> Path:
 
 @FACTS
 def one_rank_traces_for_all_and_each_keeps_the_program() -> None:
-    alone = train(compiled(False))
-    folder = own_folder()
+    alone, folder = trained_alone(), own_folder()
     with watched() as seen:
         together = train(compiled(folder))
     assert seen.traces == (1 if rank() == 0 else 0)
@@ -296,7 +302,7 @@ def check_failing_once(error: BaseException) -> None:
         if rank() == 0 and failures:
             raise failures.pop()
 
-    alone, folder = train(compiled(False)), own_folder()
+    alone, folder = trained_alone(), own_folder()
     model = compiled(folder)
     with watched() as seen, before_the_partition(fail):
         if rank() == 0:
@@ -327,7 +333,7 @@ def patience_with_a_first_rank_has_an_end() -> None:
         compat.default_store().set("has traced without patience", "")
 
     before, sharing.PATIENCE_SECONDS = sharing.PATIENCE_SECONDS, 0.5
-    alone, folder = train(compiled(False)), own_folder()
+    alone, folder = trained_alone(), own_folder()
     try:
         with watched() as seen, before_the_partition(meet):
             together = train(compiled(folder))

@@ -86,12 +86,14 @@ def test_a_task_that_raises_holds_nothing(tmp_path: Path) -> None:
 
 
 def compilations() -> tuple[Counter[str], float]:
-    """On a rank: what Inductor's cache counted in a step of a model, and the norm of its gradients."""
+    """On a rank: what Inductor's cache counted in a step of a model, and the norm of its gradients. Kernels without
+    vectors and precompiled headers, which an empty folder is long without."""
     torch.manual_seed(0)
     model = MLP(depth=1)
     graph_fsdp.compile(model, auto_wrap_policy={nn.Linear})
-    output = model(torch.ones(2, 16))
-    output.square().mean().backward()
+    with inductor_config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
+        output = model(torch.ones(2, 16))
+        output.square().mean().backward()
     norm = clip_grad_norm_(model.parameters(), 1.0)
     assert isinstance(norm, DTensor)
     prefix = "fxgraph_cache_"
@@ -113,9 +115,8 @@ def test_ranks_compile_each_region_once_between_them_and_a_second_run_none(tmp_p
 
 
 def compilations_without_a_cache() -> tuple[Counter[str], float]:
-    """On a rank. Kernels without vectors and precompiled headers, which an empty folder is long without."""
-    without = {"fx_graph_cache": False, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
-    with inductor_config.patch(without):
+    """On a rank."""
+    with inductor_config.patch(fx_graph_cache=False):
         return compilations()
 
 

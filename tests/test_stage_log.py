@@ -43,10 +43,12 @@ def check_logged(code: str, logged: str, *, graphs: bool) -> None:
 
 
 def test_a_script_that_logs_everything_of_its_own_sees_stages_only_where_it_asks() -> None:
-    everything = "import logging; logging.basicConfig(level=logging.DEBUG)\n"
-    _, logged = run(everything)
-    assert "graph_fsdp" not in logged
-    check_logged(*run(everything + "logging.getLogger('graph_fsdp').setLevel(logging.INFO)\n"), graphs=False)
+    everything = "import logging, sys; logging.basicConfig(level=logging.DEBUG); logging.debug('begun')\n"
+    asks = "print('it asks', file=sys.stderr)\nlogging.getLogger('graph_fsdp').setLevel(logging.INFO)\n"
+    code, logged = run(everything + PROGRAM + asks)
+    before, after = logged.split("it asks\n")
+    assert "begun" in before and "graph_fsdp" not in before
+    check_logged(code, after, graphs=False)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from models import MLP
+from reference import fsdp2
 from simulated_group import simulated_group
 from simulated_link import INSTANT, Link
 from torch import Tensor, nn
@@ -88,8 +89,16 @@ def rows(generator: torch.Generator) -> Tensor:
     return torch.randn(4, 16, generator=generator)
 
 
-def same_numbers(shard: Any, make: Any = mlp, batch: Any = rows, steps: int = 3) -> Machine:
-    """Trains on the virtual device, which raises where it finds a race, and on the CPU."""
+@functools.cache
+def numbers_of_fsdp2(make: Any = mlp, batch: Any = rows, steps: int = 3) -> list[Tensor]:
+    """On the CPU, which are ours bit for bit, and for which nothing is compiled."""
+    found: list[Tensor] = on_cpu(lambda device: Training(fsdp2, make, batch, device).values(steps))
+    return found
+
+
+def same_numbers(shard: Any, make: Any = mlp, batch: Any = rows, steps: int = 3, *, alike: bool = False) -> Machine:
+    """Trains on the virtual device, which raises where it finds a race, and on the CPU: the same way, or, where that is
+    ``alike``, by FSDP2."""
     machine = Machine("h100", traced=True)
 
     def run(device: str) -> list[Tensor]:
@@ -97,7 +106,8 @@ def same_numbers(shard: Any, make: Any = mlp, batch: Any = rows, steps: int = 3)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found, expected = on_virtual(machine, run), on_cpu(run)
+        found = on_virtual(machine, run)
+        expected = numbers_of_fsdp2(make, batch, steps) if alike else on_cpu(run)
     assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(found, expected, strict=True))
     return machine
 

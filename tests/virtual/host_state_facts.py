@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from both_devices import mlp, on_cpu, on_virtual, ours, strict
 from models import MLP
+from reference import fsdp2
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -35,10 +36,14 @@ def states(optimizer: optim.Optimizer) -> list[Tensor]:
 
 
 def trained(device: str, make: Make, between: Between | None = None, width: int = 16) -> list[Tensor]:
-    """The shards after some steps, and the optimizer's state, on the CPU. ``between``: after the first step."""
+    """The shards after some steps, and the optimizer's state, on the CPU. ``between``: after the first step. FSDP2
+    trains on the CPU."""
     torch.manual_seed(0)
-    model: Any = ours(MLP(depth=3, width=width).to(device))
-    optimizer = graph_fsdp.distribute_optimizer(make(model.parameters()), offload_state=device != "cpu")
+    shard = fsdp2 if device == "cpu" else ours
+    model: Any = shard(MLP(depth=3, width=width).to(device))
+    optimizer = make(model.parameters())
+    if device != "cpu":
+        graph_fsdp.distribute_optimizer(optimizer, offload_state=True)
     generator = torch.Generator().manual_seed(0)
     for step in range(STEPS):
         model(torch.randn(4, width, generator=generator).to(device)).square().mean().backward()

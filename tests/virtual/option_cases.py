@@ -59,7 +59,7 @@ INT8 = MixedPrecisionPolicy(reduce_dtype=torch.int8)
 # One more message costs less than a copy: buckets are gathered in several.
 _QUICK = dataclasses.replace(HARDWARE["h100"].intra, latency=1e-12)
 CHEAP_MESSAGES = dataclasses.replace(HARDWARE["h100"], intra=_QUICK, inter=_QUICK)
-DEPTH = 3
+DEPTH = 2
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ OPTIONS: dict[str, Option] = {
     "ZeRO-3": Option({"reshard_after_forward": True}),
     "ZeRO-2": Option({"reshard_after_forward": False}),
     "int": Option({"reshard_after_forward": 2}),
-    "auto": Option({"reshard_after_forward": "auto"}, {"budget": 12_000}),
+    "auto": Option({"reshard_after_forward": "auto"}, {"budget": 8_000}),
     "HSDP": Option(mesh="hybrid", numbers="changed"),
     "replicated": Option(mesh="replicated", numbers="changed"),
     "from the CPU": Option(mesh="from the CPU"),
@@ -129,7 +129,7 @@ OPTIONS: dict[str, Option] = {
     "forward prefetch": Option({}, {"forward_prefetch": 1}),
     "small buckets": Option({}, {"bucket": 700}),
     "messages": Option({}, {"hardware": CHEAP_MESSAGES}),
-    "budget": Option({}, {"prefetch": 2, "budget": 20_000}),
+    "budget": Option({}, {"prefetch": 2, "budget": 9_000}),
     "prefetch lists": Option(at={"made": prefetch_lists}),
     "one reduction": Option(at={"made": one_reduction}),
     "reductions apart": Option(at={"made": separate_group}),

@@ -16,7 +16,7 @@ from both_devices import (
     RANKS,
     Training,
     mlp,
-    on_cpu,
+    numbers_of_fsdp2,
     on_virtual,
     ours,
     overlapped,
@@ -49,7 +49,7 @@ def launched(machine: Machine, kind: str) -> list[Operation]:
 
 
 def collectives_run_on_streams_of_high_priority() -> None:
-    machine = same_numbers(functools.partial(ours, passes=default_pipeline(hardware="h100")))
+    machine = same_numbers(functools.partial(ours, passes=default_pipeline(hardware="h100")), alike=True)
     assert overlapped(machine) > 20e-6
     gathers, reductions = launched(machine, "all_gather"), launched(machine, "reduce_scatter")
     assert {operation.priority for operation in [*gathers, *reductions]} == {-1}, "compute does not hold them up"
@@ -60,7 +60,8 @@ def collectives_run_on_streams_of_high_priority() -> None:
 def messages_are_launched_together() -> None:
     """A message for nearly every parameter, and no more launches than buckets."""
     passes = default_pipeline(hardware=cheap_messages())
-    machine = same_numbers(functools.partial(ours, passes=passes, reshard_after_forward=True), steps=1)
+    shard = functools.partial(ours, passes=passes, reshard_after_forward=True)
+    machine = same_numbers(shard, steps=1, alike=True)
     assert len(launched(machine, "all_gather")) == 10 and len(launched(machine, "reduce_scatter")) == 5
 
 
@@ -77,7 +78,7 @@ def registered_memory_is_gathered_into_and_not_copied() -> None:
         return model
 
     VirtualGroup.landed.clear()
-    machine = same_numbers(shard)
+    machine = same_numbers(shard, alike=True)
     landed = {kind: {registered for other, registered in VirtualGroup.landed if other == kind} for kind in KINDS}
     assert landed == {kind: {True} for kind in KINDS}
     assert not launched(machine, "aten.split_with_sizes_copy")
@@ -104,7 +105,7 @@ def symmetric_slots_are_exchanged_once_and_gathered_into_without_a_copy() -> Non
         return model
 
     with standing_in() as asked, mock.patch.object(VirtualGroup, "launch", noted), strict():
-        machine = same_numbers(shard, steps=3)
+        machine = same_numbers(shard, steps=3, alike=True)
     assert asked.pools and set(asked.pools) == {"virtual"}
     assert len(asked.exchanged) == len(asked.pools) == len(asked.addresses), "no slot is exchanged, or made, again"
     count, rest = divmod(len(gathers), 3)
@@ -174,7 +175,7 @@ def ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes() -
         return made
 
     uneven = functools.partial(MLP, depth=5, width=84)
-    same_numbers(shard, uneven, lambda generator: torch.randn(4, 84, generator=generator))
+    same_numbers(shard, uneven, lambda generator: torch.randn(4, 84, generator=generator), alike=True)
 
 
 class Ahead(Training):
@@ -182,18 +183,15 @@ class Ahead(Training):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        if self.device != "cpu":
-            self.optimizer = graph_fsdp.distribute_optimizer(self.optimizer, gather_ahead=1)
+        self.optimizer = graph_fsdp.distribute_optimizer(self.optimizer, gather_ahead=1)
 
 
 def gathers_of_a_step_run_beside_its_kernels() -> None:
     machine = Machine("h100", traced=True)
     with strict():
-        found, expected = (
-            on(lambda device: Ahead(functools.partial(ours, auto_wrap_policy={nn.Linear}), mlp, rows, device).values(3))
-            for on in (functools.partial(on_virtual, machine), on_cpu)
-        )
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        shard = functools.partial(ours, auto_wrap_policy={nn.Linear})
+        found = on_virtual(machine, lambda device: Ahead(shard, mlp, rows, device).values(3))
+    assert all(torch.equal(a, b) for a, b in zip(found, numbers_of_fsdp2(), strict=True))
     *_, gather = launched(machine, "all_gather")
     kernels = [op for op in machine.operations or () if op.stream == 0]
     beside = [op for op in kernels if op.begin < gather.end and op.end > gather.begin]
