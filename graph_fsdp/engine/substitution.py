@@ -35,9 +35,9 @@ def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, Sharde
         constant = storage.by_placeholder.get(id(operator.attrgetter(node.target)(module)))
         if constant is not None:
             raise UnsupportedError(
-                f"parameter {constant.spec.name!r} would be a constant of the graph, as torch._inductor.config.freezing "
-                "(TORCHINDUCTOR_FREEZING) and torch._dynamo.config.prepare_freezing ask for: parameters are gathered "
-                "from shards, which change; turn it off while the model is called"
+                f"parameter {constant.spec.name!r} would be a constant of the graph, which "
+                "torch._inductor.config.freezing (TORCHINDUCTOR_FREEZING) and torch._dynamo.config.prepare_freezing "
+                "ask for: parameters are gathered from shards, which change; turn it off while the model is called"
             )
     found = {}
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
