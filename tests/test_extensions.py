@@ -332,7 +332,12 @@ REFUSED: list[tuple[type[Wrapped], dict[str, Any], type[Exception], str]] = [
     (CommunicatingLater, {}, UnsupportedError, "may all-reduce over the ranks that shard"),
     (InAnotherGroup, {}, UnsupportedError, "may all-reduce over the ranks that shard"),
     (OfOpaque, {}, UnsupportedError, "makes a Opaque without __tensor_flatten__"),
-    (OfThreeArguments, {}, UnsupportedError, r"whose __tensor_unflatten__ takes \(inner.*define it with \(inner_tensors"),
+    (
+        OfThreeArguments,
+        {},
+        UnsupportedError,
+        r"takes \(inner.*define it with \(inner_tensors, metadata",
+    ),
     (OfWrongDtype, {}, ValueError, "makes torch.float8_e4m3fn"),
     (Float8, {"offload_policy": CPUOffloadPolicy()}, UnsupportedError, "not available with offload_policy"),
     (Float8, {"sync_module_states": True}, UnsupportedError, "not available with sync_module_states"),

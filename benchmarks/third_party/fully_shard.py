@@ -24,7 +24,7 @@ _OF_MODEL = ("reshard_after_forward", "offload_policy", "ignored_params", "dp_me
 
 
 class FullyShard:
-    """Called as torch's ``fully_shard``; returns what it was given. ``parts``: those whose model it was not given yet."""
+    """Called as torch's ``fully_shard``; returns what it was given. ``parts``: those whose model is still to come."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[Part, dict[str, Any]]] = []

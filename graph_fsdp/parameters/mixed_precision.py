@@ -228,10 +228,10 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast(dtype: torch.dtype, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
     if not _is_to_cast(dtype, leaf):
         return leaf
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(dtype)
     fields = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
     changed = {name: cast_floats(value, dtype) for name, value in fields.items() if _is_to_cast(dtype, value)}
     return dataclasses.replace(leaf, **changed)
@@ -239,14 +239,15 @@ def _cast(dtype: torch.dtype, leaf: Any) -> Any:
 
 def _is_to_cast(dtype: torch.dtype, value: Any) -> bool:
     """Return whether a tree has a floating-point tensor of another dtype."""
-    for leaf in compat.pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.is_floating_point() and leaf.dtype != dtype:
-                return True
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            if any(_is_to_cast(dtype, getattr(leaf, field.name, None)) for field in dataclasses.fields(leaf)):
-                return True
-    return False
+    return any(_leaf_is_to_cast(dtype, leaf) for leaf in compat.pytree.tree_leaves(value))
+
+
+def _leaf_is_to_cast(dtype: torch.dtype, leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.is_floating_point() and leaf.dtype != dtype
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    return any(_is_to_cast(dtype, getattr(leaf, field.name, None)) for field in dataclasses.fields(leaf))
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
