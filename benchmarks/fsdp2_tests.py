@@ -202,7 +202,7 @@ def record(rows: list[dict[str, str]], path: Path) -> None:
 
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     files = {row["file"] for row in rows}
-    about = f"torch {torch.__version__}, and files of PyTorch from 2026, newer than it"
+    about = f"torch {torch.__version__}, and files of PyTorch from 2025 and 2026"
     written = {
         "benchmark": NAME,
         "command": "python benchmarks/fsdp2_tests.py FILES",
