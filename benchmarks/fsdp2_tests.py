@@ -126,9 +126,12 @@ def run(module: ModuleType, case: type[Any], name: str, ours: bool) -> Iterator[
     import torch
     import torch.distributed as dist
     from third_party.fully_shard import FullyShard
+    from torch.testing._internal import common_fsdp
 
     calls, compiled = mock.Mock(wraps=module.fully_shard), FullyShard()
-    vars(module)["fully_shard"] = compiled if ours else calls
+    calls.__name__ = compiled.__name__ = "fully_shard"
+    for names in map(vars, (module, torch.distributed.fsdp, common_fsdp)):  # decorators and models take theirs there
+        names["fully_shard"] = compiled if ours else calls
     if hasattr(module, "get_cycles_per_ms"):
         vars(module)["get_cycles_per_ms"] = lambda *_: 1.0
     case.world_size = property(lambda _: dist.get_world_size())

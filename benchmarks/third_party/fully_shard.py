@@ -26,6 +26,8 @@ _OF_MODEL = ("reshard_after_forward", "offload_policy", "ignored_params", "dp_me
 class FullyShard:
     """Called as torch's ``fully_shard``; returns what it was given. ``parts``: those whose model is still to come."""
 
+    __name__: str  # some of torch's decorators ask for it
+
     def __init__(self) -> None:
         self.parts: list[tuple[Part, dict[str, Any]]] = []
 
