@@ -71,7 +71,8 @@ def compile(
     Args:
         model: on the mesh's device or the CPU. What of it is on the meta device is initialised unit by unit on the
             mesh's device, by each module's ``reset_parameters()`` or ``param_init_fn``, with the random numbers of the
-            mesh's first rank: one seed gives the same values on any number of ranks. What has values keeps them.
+            mesh's first rank: one seed gives the same values on any number of ranks. What has values keeps them. On
+            an accelerator its forward, as FSDP2's, copies tensors of the CPU in its arguments there.
         mesh: one dimension shards parameters, of two the first replicates and the second shards (HSDP), and names say
             more: see :mod:`graph_fsdp.mesh`. None means all ranks of ``torchrun``, on the model's device (of a model on
             the meta device the accelerator, without one or with gloo the CPU); or one process, whose parameters stay

@@ -30,6 +30,15 @@ on_the_cpu = pytest.mark.skipif(
 )
 
 
+def test_arguments_are_copied_to_a_device() -> None:
+    device, x = torch.device("meta"), torch.ones(2)
+    assert compat.inputs_on(device, (), {}) == ((), {})
+    (moved, number), kwargs = compat.inputs_on(device, ([x, {"x": x}], 3), {"x": (x,)})
+    assert number == 3 and {moved[0].device, moved[1]["x"].device, kwargs["x"][0].device} == {device}
+    assert compat.inputs_on(device, (), {"x": x})[1]["x"].device == device
+    assert x.device.type == "cpu"
+
+
 def test_gloo_launches_no_groups_of_collectives(fake_group: dist.ProcessGroup) -> None:
     assert compat.launches_groups(fake_group, CUDA)
     assert not compat.launches_groups(fake_group, torch.device("cpu"))

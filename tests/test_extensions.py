@@ -315,6 +315,12 @@ class OfOpaque(Float8):
         return Opaque(super().restore(outputs, metadata, dtype))
 
 
+class OfThreeArguments(Float8):
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], size: Any, stride: Any) -> Tensor:  # type: ignore[override]
+        return inner["_data"]
+
+
 class OfWrongDtype(Float8):
     def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
         return outputs[0]
@@ -326,6 +332,12 @@ REFUSED: list[tuple[type[Wrapped], dict[str, Any], type[Exception], str]] = [
     (CommunicatingLater, {}, UnsupportedError, "may all-reduce over the ranks that shard"),
     (InAnotherGroup, {}, UnsupportedError, "may all-reduce over the ranks that shard"),
     (OfOpaque, {}, UnsupportedError, "makes a Opaque without __tensor_flatten__"),
+    (
+        OfThreeArguments,
+        {},
+        UnsupportedError,
+        r"takes \(inner.*define it with \(inner_tensors, metadata",
+    ),
     (OfWrongDtype, {}, ValueError, "makes torch.float8_e4m3fn"),
     (Float8, {"offload_policy": CPUOffloadPolicy()}, UnsupportedError, "not available with offload_policy"),
     (Float8, {"sync_module_states": True}, UnsupportedError, "not available with sync_module_states"),

@@ -24,23 +24,25 @@ _OF_MODEL = ("reshard_after_forward", "offload_policy", "ignored_params", "dp_me
 
 
 class FullyShard:
-    """Called as torch's ``fully_shard``; returns what it was given."""
+    """Called as torch's ``fully_shard``; returns what it was given. ``parts``: those whose model is still to come."""
+
+    __name__: str  # some of torch's decorators ask for it
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Part, dict[str, Any]]] = []
+        self.parts: list[tuple[Part, dict[str, Any]]] = []
 
     def __call__(self, module: Any, **options: Any) -> Any:
         part = tuple(module) if isinstance(module, (list, tuple)) else (module,)
         if len(part) > 1 or _is_part(module, sys._getframe(1)):
-            self._parts.append((part, options))
+            self.parts.append((part, options))
         else:
             self._compile(module, options)
         return module
 
     def _compile(self, model: nn.Module, options: dict[str, Any]) -> None:
         within = set(model.modules())
-        parts = [(part, given) for part, given in self._parts if within.issuperset(part)]
-        self._parts = [each for each in self._parts if each not in parts]
+        parts = [(part, given) for part, given in self.parts if within.issuperset(part)]
+        self.parts = [each for each in self.parts if each not in parts]
         everything: list[tuple[Part, dict[str, Any]]] = [*parts, ((model,), options)]
         mesh = next((given["mesh"] for _, given in reversed(everything) if given.get("mesh") is not None), None)
         graph_fsdp.compile(

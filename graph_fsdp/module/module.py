@@ -202,9 +202,11 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
         refuse_transforms()
         own = vars(self)
         of_inputs, of_outputs = own["_graph_fsdp_casts"]
+        engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
+        if engine.storage.device.type not in ("cpu", "xla"):  # XLA's engine moves what its graphs are given
+            args, kwargs = compat.inputs_on(engine.storage.device, args, kwargs)
         if of_inputs is not None:
             args, kwargs = cast_floats((args, kwargs), of_inputs)
-        engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
         entry = Entry(own["_graph_fsdp_name"], name, function)
         outputs = engine.run(entry, self, *args, **kwargs)
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)

@@ -54,6 +54,14 @@ def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) 
             )
         if not hasattr(p, "__tensor_flatten__"):
             raise UnsupportedError(f"{what} without __tensor_flatten__ and __tensor_unflatten__; define both")
+        unflatten = inspect.signature(p.__tensor_unflatten__)  # type: ignore[attr-defined]
+        try:
+            unflatten.bind({}, None, (), ())
+        except TypeError:
+            raise UnsupportedError(
+                f"{what} whose __tensor_unflatten__ takes {unflatten}; graphs call it as torch.compile does: define it "
+                "with (inner_tensors, metadata, outer_size, outer_stride)"
+            ) from None
         inner = [getattr(p, attribute) for attribute in p.__tensor_flatten__()[0]]
         if [(t.shape, t.dtype) for t in inner] != [(p.shape, p.dtype)] or type(inner[0]) not in (Tensor, nn.Parameter):
             raise UnsupportedError(

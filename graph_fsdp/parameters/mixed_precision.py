@@ -16,6 +16,7 @@ begins, and after them when it ends.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -220,11 +221,33 @@ def _hint(value: Any) -> str:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast all floating-point tensors in ``value``, a tree, to ``dtype``. One in it already is not touched: a layer
-    that hands it on could not be traced for its equals (``repeat.py``)."""
-    return compat.tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value
-    )
+    """Cast all floating-point tensors in ``value``, a tree, to ``dtype``; in a copy of it where they lie in fields of a
+    dataclass, as FSDP2 does. What has none to cast is not touched: a layer that hands it on could not be traced for its
+    equals (``repeat.py``)."""
+    return compat.pytree.tree_map(functools.partial(_cast, dtype), value)
+
+
+def _cast(dtype: torch.dtype, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
+    if not _is_to_cast(dtype, leaf):
+        return leaf
+    fields = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+    changed = {name: cast_floats(value, dtype) for name, value in fields.items() if _is_to_cast(dtype, value)}
+    return dataclasses.replace(leaf, **changed)
+
+
+def _is_to_cast(dtype: torch.dtype, value: Any) -> bool:
+    """Return whether a tree has a floating-point tensor of another dtype."""
+    return any(_leaf_is_to_cast(dtype, leaf) for leaf in compat.pytree.tree_leaves(value))
+
+
+def _leaf_is_to_cast(dtype: torch.dtype, leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.is_floating_point() and leaf.dtype != dtype
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    return any(_is_to_cast(dtype, getattr(leaf, field.name, None)) for field in dataclasses.fields(leaf))
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,8 @@ import torch
 from both_devices import Training, local, on_cpu, on_virtual, ours
 from models import MLP, WIDTH
 from reference import fsdp2
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual.machine import Machine
 
@@ -206,7 +207,34 @@ def values_assigned_to_a_part_bring_a_model_back_in_part() -> None:
     train({}, run)
 
 
+class Weighted(MLP):
+    """Finds all tensors that it is given on its own device, and the sizes of a packed sequence on the host."""
+
+    def forward(self, given: dict[str, Tensor], *, packed: PackedSequence) -> Tensor:  # type: ignore[override]
+        where = self.head.weight.device
+        assert given["x"].device == given["weight"].device == packed.data.device == where
+        assert packed.batch_sizes.device.type == "cpu"
+        return super().forward(given["x"]) * given["weight"] * packed.data[0]
+
+
+class FromTheHost(Training):
+    def loss(self) -> Tensor:
+        packed = pack_sequence([torch.full((2,), 2.0), torch.ones(1)])
+        given = {"x": self.make_batch(self.generator), "weight": torch.tensor(0.5)}
+        return self.model(given, packed=packed).square().mean()
+
+
+def inputs_on_the_host_are_copied_to_the_device() -> None:
+    def run(shard: Callable[..., nn.Module], device: str) -> list[Tensor]:
+        return FromTheHost(shard, Weighted, batch, device).values(2)
+
+    for shard in (ours, fsdp2):
+        found, expected = (on(functools.partial(run, shard)) for on in (lambda f: on_virtual(Machine(), f), on_cpu))
+        assert all(map(torch.equal, found, expected))
+
+
 FOUND = (
+    inputs_on_the_host_are_copied_to_the_device,
     a_model_that_is_moved_away_takes_no_memory_and_trains_on_when_it_is_back,
     an_optimizer_steps_where_the_model_is_and_slices_again_when_it_is_back,
     values_assigned_on_the_device_bring_a_model_back,
