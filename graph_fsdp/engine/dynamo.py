@@ -77,7 +77,7 @@ def returned(outputs: Any) -> Any:
 def holds_parameter(outputs: Any) -> bool:
     """Say whether there is a parameter among ``outputs``, in lists, tuples, dicts and dataclasses. Dynamo traces
     this."""
-    if isinstance(outputs, (dict, list, tuple)) or fields_of(type(outputs)):
+    if isinstance(outputs, (dict, list, tuple)) or compat.fields_of(type(outputs)):
         return any(map(holds_parameter, _values(outputs)))
     return isinstance(outputs, nn.Parameter)
 
@@ -90,7 +90,7 @@ def whole_parameters(outputs: Any) -> Any:
     if isinstance(outputs, nn.Parameter):
         return outputs.clone()
     values, kind = list(map(whole_parameters, _values(outputs))), type(outputs)
-    if fields := fields_of(kind):
+    if fields := compat.fields_of(kind):
         return kind(**dict(zip(fields, values, strict=True)))
     if isinstance(outputs, dict):
         return kind(zip(outputs, values, strict=True))
@@ -99,17 +99,9 @@ def whole_parameters(outputs: Any) -> Any:
 
 def _values(outputs: Any) -> list[Any]:
     """Return what lies in a list, tuple, dict or dataclass."""
-    if fields := fields_of(type(outputs)):  # transformers' outputs are dicts, too, without their fields of None
+    if fields := compat.fields_of(type(outputs)):  # transformers' outputs are dicts, too, without their fields of None
         return [getattr(outputs, name) for name in fields]
     return list(outputs.values() if isinstance(outputs, dict) else outputs)
-
-
-def _fields_of(kind: type) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields, () for another class."""
-    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
-
-
-fields_of: Any = torch.compiler.assume_constant_result(_fields_of)
 
 
 # Where Python calls them, they are no frames to compile.

@@ -232,7 +232,7 @@ def _cast(dtype: torch.dtype, leaf: Any) -> Any:
         return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
     if not _is_to_cast(dtype, leaf):
         return leaf
-    fields = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+    fields = {name: getattr(leaf, name, None) for name in compat.fields_of(type(leaf))}
     changed = {name: cast_floats(value, dtype) for name, value in fields.items() if _is_to_cast(dtype, value)}
     return dataclasses.replace(leaf, **changed)
 
@@ -245,9 +245,7 @@ def _is_to_cast(dtype: torch.dtype, value: Any) -> bool:
 def _leaf_is_to_cast(dtype: torch.dtype, leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.is_floating_point() and leaf.dtype != dtype
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return False
-    return any(_is_to_cast(dtype, getattr(leaf, field.name, None)) for field in dataclasses.fields(leaf))
+    return any(_is_to_cast(dtype, getattr(leaf, name, None)) for name in compat.fields_of(type(leaf)))
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,15 @@ from torch._ops import OpOverload
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
 detect_is_causal_mask: Any = _detect_is_causal_mask
+
+
+def _fields_of(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields, () for another class."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+# A constant where Dynamo traces it: that of torch 2.9 does not trace ``dataclasses.is_dataclass`` of all objects.
+fields_of: Any = torch.compiler.assume_constant_result(_fields_of)
 
 
 def inputs_given_gradients() -> set[str]:
