@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,7 +94,8 @@ def whole_parameters(outputs: Any) -> Any:
     if fields := compat.fields_of(kind):
         return kind(**dict(zip(fields, values, strict=True)))
     if isinstance(outputs, dict):
-        return kind(zip(outputs, values, strict=True))
+        # torch 2.15's Dynamo knows this class by its name alone.
+        return (OrderedDict if kind is OrderedDict else kind)(zip(outputs, values, strict=True))
     return kind(*values) if hasattr(outputs, "_fields") else kind(values)
 
 
