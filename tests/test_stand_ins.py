@@ -11,6 +11,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from reexecution import cpu_graphs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -139,6 +140,24 @@ def test_ctc_loss_under_autocast_and_without_gradients() -> None:
         assert torch.equal(model(*given), plain(*given))
     with torch.no_grad():
         assert torch.equal(model(*given), plain(*given))
+
+
+def test_ctc_loss_is_in_no_cuda_graph(fake_group: None) -> None:
+    with cpu_graphs():
+        model = graph_fsdp.compile(
+            Layers(
+                lambda m, x: F.ctc_loss(m[1](m[0](x)).log_softmax(-1), GOALS, *TENSORS),
+                nn.Linear(4, 4),
+                nn.Linear(4, CLASSES),
+            ),
+            backend="eager",
+            auto_wrap_policy={nn.Linear},
+            reshard_after_forward=True,
+            cuda_graphs=True,
+        )
+        model(rows(LENGTH, BATCH, 4))
+        said = str(graph_fsdp.inspect(model).forward.cuda_graphs)
+    assert "CUDA graphs: 1 of 2 regions" in said and "an operator that no CUDA graph may have (ctc_loss" in said, said
 
 
 @pytest.mark.long

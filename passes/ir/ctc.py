@@ -50,18 +50,15 @@ def _fake_backward(grad: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 
-ctc_loss = define(
-    _LIBRARY,
-    f"ctc_loss({_GIVEN}) -> Tensor",
-    _fake,
-    torch.Tag.flexible_layout,  # without it nodes keep values of eager mode, and programs are not kept
-    CompositeExplicitAutograd=_run,
-)
+# Without the first, nodes keep values of eager mode, and programs are not kept; the host waits for the lengths.
+_TAGS = torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe
+
+ctc_loss = define(_LIBRARY, f"ctc_loss({_GIVEN}) -> Tensor", _fake, *_TAGS, CompositeExplicitAutograd=_run)
 ctc_loss_backward = define(
     _LIBRARY,
     f"ctc_loss_backward(Tensor grad, {_GIVEN}) -> Tensor",
     _fake_backward,
-    torch.Tag.flexible_layout,
+    *_TAGS,
     CompositeExplicitAutograd=_run_backward,
 )
 

@@ -4,7 +4,7 @@ A CUDA graph is a fixed list of kernels on fixed addresses. A region becomes one
 the same in every run, and its inputs stay in place (gathered buffers in kept slots, results of other CUDA graphs) or
 can be copied to one (a batch, results of other regions). That is read off the graph, so ranks choose alike.
 
-``CudaCapture`` was never run: there was no CUDA device. All that decides is tested on the CPU with another class.
+``CudaCapture`` ran on one H200 (docs/gpu.md). All that decides is tested on the CPU with another class.
 """
 
 from __future__ import annotations
@@ -159,6 +159,8 @@ def _operator(node: fx.Node) -> str:
         return f"draws random numbers ({node})"
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
         return f"makes the host wait for values ({node})"
+    if torch.Tag.cudagraph_unsafe in tags:
+        return f"has an operator that no CUDA graph may have ({node})"
     if str(getattr(node.target, "namespace", "")).startswith("_c10d"):
         return f"communicates ({node})"
     return ""
