@@ -205,6 +205,20 @@ def parameters_among_outputs_are_whole_and_have_gradients() -> None:
 
 
 @FACTS
+def an_output_has_no_gradient_of_another_that_was_computed_from_it() -> None:
+    model, plain = pair(Two(lambda m, x: (h := m.first(x), m.second(h))))  # type: ignore[arg-type,return-value]
+    for m in (model, plain):
+        h, y = m(rows(6, 8))
+        h.retain_grad()
+        y.square().mean().backward()
+        assert (h.grad is None) == (m is model)
+    check_gradients(model, plain)
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        h, y = model(rows(6, 8))
+        torch.autograd.grad(y.sum(), h)
+
+
+@FACTS
 def a_parameter_that_is_the_output_of_a_unit_that_is_called_is_whole() -> None:
     model, plain = pair(nn.Sequential(Two(lambda m, x: m.second.bias), Two(lambda m, x: m.first(x))))
     torch.testing.assert_close(model[0](rows(6, 8)), plain[0].second.bias)
