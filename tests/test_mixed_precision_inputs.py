@@ -53,3 +53,25 @@ def test_fields_of_dataclasses_are_cast_in_a_copy() -> None:
     assert [(s.x.dtype, s.rows) for s in (found.first, *found.others)] == [(FP32, 2), (FP32, 3)]
     found.first.x.sum().backward()
     assert x.grad is not None and x.grad.dtype == FP32
+
+
+class Cached(nn.Module):
+    """Keeps what it computes in a dict of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: dict[str, list[Tensor]]) -> Tensor:
+        y: Tensor = self.linear(x)
+        cache["values"] = [*cache["values"], y.detach()]
+        return y
+
+
+def test_what_has_nothing_to_cast_is_the_callers_own() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    model = graph_fsdp.compile(Cached(), backend="eager", mp_policy=policy)
+    cache: dict[str, list[Tensor]] = {"values": []}
+    for count in range(1, 4):
+        model(torch.ones(4, WIDTH), cache)
+        assert [value.dtype for value in cache["values"]] == [BF16] * count

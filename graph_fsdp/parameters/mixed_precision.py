@@ -222,9 +222,10 @@ def _hint(value: Any) -> str:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast all floating-point tensors in ``value``, a tree, to ``dtype``; in a copy of it where they lie in fields of a
-    dataclass, as FSDP2 does. What has none to cast is not touched: a layer that hands it on could not be traced for its
-    equals (``repeat.py``)."""
-    return compat.pytree.tree_map(functools.partial(_cast, dtype), value)
+    dataclass, as FSDP2 does. What has none to cast is not touched: a cache that the model writes to stays that of the
+    caller, and a layer that hands it on can be traced for its equals (``repeat.py``)."""
+    cast = functools.partial(_cast, dtype)
+    return compat.pytree.tree_map(cast, value, is_leaf=lambda tree: not _is_to_cast(dtype, tree))
 
 
 def _cast(dtype: torch.dtype, leaf: Any) -> Any:
