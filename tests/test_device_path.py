@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,9 +21,11 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.triton_bundler import TritonBundle, TritonKernelArtifacts
 from torch._inductor.utils import BoxedBool
 from torch._subclasses import FakeTensorMode
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from graph_fsdp import compat
 from graph_fsdp.compat.inductor.devices import shared_by_devices
+from graph_fsdp.parameters.inputs import on_device
 
 CUDA = torch.device("cuda:0")
 on_the_cpu = pytest.mark.skipif(
@@ -30,13 +33,19 @@ on_the_cpu = pytest.mark.skipif(
 )
 
 
+@dataclasses.dataclass
+class Given:
+    packed: PackedSequence
+
+
 def test_arguments_are_copied_to_a_device() -> None:
     device, x = torch.device("meta"), torch.ones(2)
-    assert compat.inputs_on(device, (), {}) == ((), {})
-    (moved, number), kwargs = compat.inputs_on(device, ([x, {"x": x}], 3), {"x": (x,)})
-    assert number == 3 and {moved[0].device, moved[1]["x"].device, kwargs["x"][0].device} == {device}
-    assert compat.inputs_on(device, (), {"x": x})[1]["x"].device == device
-    assert x.device.type == "cpu"
+    there = {"x": torch.ones(2, device=device)}
+    (moved, number, own), packed = on_device(([x, {"x": x}], 3, there), device), pack_sequence([x, x])
+    assert number == 3 and {moved[0].device, moved[1]["x"].device} == {device} and x.device.type == "cpu"
+    assert own is there, "it may be a cache that the model writes to"
+    found = on_device(Given(packed), device).packed
+    assert (found.data.device, found.batch_sizes.device.type, packed.data.device.type) == (device, "cpu", "cpu")
 
 
 def test_gloo_launches_no_groups_of_collectives(fake_group: dist.ProcessGroup) -> None:

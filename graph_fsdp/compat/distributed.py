@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import new_group as _new_group
 from torch.distributed.fsdp import MixedPrecision, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.distributed.utils import _to_kwargs
 
 StridedShard = _StridedShard
 WrapPolicy = _Policy
@@ -41,14 +40,6 @@ _CHECKPOINT_OPTIONS = {
     "user_context_fns": "context_fn",
     "determinism_check": "determinism_check",
 }
-
-
-def inputs_on(device: torch.device, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return arguments of a forward with tensors on ``device``, as FSDP2 and DDP give them to a model: those in lists,
-    tuples and dicts."""
-    if args or kwargs:
-        (args, *_), (kwargs, *_) = _to_kwargs(args, kwargs, device, False)
-    return args, kwargs
 
 
 def take_composable_checkpoint(module: nn.Module) -> dict[str, Any] | None:

@@ -32,7 +32,8 @@ from graph_fsdp.module.refusals import (
 )
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
-from graph_fsdp.parameters.mixed_precision import ModulePolicies, cast_floats
+from graph_fsdp.parameters.inputs import cast_floats, on_device
+from graph_fsdp.parameters.mixed_precision import ModulePolicies
 from graph_fsdp.parameters.own_rows import own_rows
 from graph_fsdp.passes.repeat.segments import WORTH
 from graph_fsdp.units import Unit
@@ -204,7 +205,7 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
         of_inputs, of_outputs = own["_graph_fsdp_casts"]
         engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
         if engine.storage.device.type not in ("cpu", "xla"):  # XLA's engine moves what its graphs are given
-            args, kwargs = compat.inputs_on(engine.storage.device, args, kwargs)
+            args, kwargs = on_device((args, kwargs), engine.storage.device)
         if of_inputs is not None:
             args, kwargs = cast_floats((args, kwargs), of_inputs)
         entry = Entry(own["_graph_fsdp_name"], name, function)

@@ -16,7 +16,6 @@ begins, and after them when it ends.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.parameters.inputs import cast_floats
 from graph_fsdp.passes.ir.layout import QUANTIZED
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.units import modules_on_path
@@ -218,35 +218,6 @@ def _hint(value: Any) -> str:
         "that is FSDP1's class: pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=…, reduce_dtype=…), and "
         "cast buffers, for which it has buffer_dtype, before graph_fsdp.compile"
     )
-
-
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast all floating-point tensors in ``value``, a tree, to ``dtype``; in a copy of it where they lie in fields of a
-    dataclass, as FSDP2 does. What has none to cast is not touched: a cache that the model writes to stays that of the
-    caller, and a layer that hands it on can be traced for its equals (``repeat.py``)."""
-    cast = functools.partial(_cast, dtype)
-    return compat.pytree.tree_map(cast, value, is_leaf=lambda tree: not _is_to_cast(dtype, tree))
-
-
-def _cast(dtype: torch.dtype, leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
-    if not _is_to_cast(dtype, leaf):
-        return leaf
-    fields = {name: getattr(leaf, name, None) for name in compat.fields_of(type(leaf))}
-    changed = {name: cast_floats(value, dtype) for name, value in fields.items() if _is_to_cast(dtype, value)}
-    return dataclasses.replace(leaf, **changed)
-
-
-def _is_to_cast(dtype: torch.dtype, value: Any) -> bool:
-    """Return whether a tree has a floating-point tensor of another dtype."""
-    return any(_leaf_is_to_cast(dtype, leaf) for leaf in compat.pytree.tree_leaves(value))
-
-
-def _leaf_is_to_cast(dtype: torch.dtype, leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.is_floating_point() and leaf.dtype != dtype
-    return any(_is_to_cast(dtype, getattr(leaf, name, None)) for name in compat.fields_of(type(leaf)))
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
