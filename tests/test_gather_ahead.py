@@ -77,8 +77,8 @@ def alike(
     optimizer = graph_fsdp.distribute_optimizer(make(model), gather_ahead=units)
     found = train(model, optimizer, between, backwards)
     torch.manual_seed(0)
-    policy = {name: value for name, value in options.items() if name == "mp_policy"}
-    plain = fsdp2(MLP(DEPTH), **policy) if between is nothing else compiled(**options)
+    shared = {name: value for name, value in options.items() if name in ("mesh", "mp_policy")}
+    plain = fsdp2(MLP(DEPTH), **shared) if between is nothing else compiled(**options)
     expected = train(plain, make(plain), between, backwards)
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):

@@ -113,7 +113,7 @@ def test_memory_that_is_given_back_under_way_is_found(late: None, freed: str) ->
 
 def training(shard: Callable[[nn.Module], nn.Module]) -> Callable[[], list[Tensor]]:
     """Three steps, the first of two micro-batches, and an evaluation; losses and shards."""
-    model = shard(MLP())
+    model = shard(MLP(depth=3))
     shards = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
     first = [value.clone() for value in shards]
 
@@ -145,7 +145,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "three ahead": {"passes": default_pipeline(prefetch=3, reductions_in_flight=4)},
     "post": {"passes": default_pipeline(bucket="none", prefetch=BackwardPrefetch.BACKWARD_POST)},
     "small buckets": {"passes": default_pipeline(bucket=700)},
-    "budget": {"passes": default_pipeline(prefetch=2, budget=9_000)},
+    "budget": {"passes": default_pipeline(prefetch=2, budget=10_000)},
     "bf16": {"mp_policy": BF16},
     "fp16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)},
     "offload": {"offload_policy": CPUOffloadPolicy()},
