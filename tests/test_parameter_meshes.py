@@ -69,10 +69,10 @@ def train(model: nn.Module, steps: int = 10, rank: int = 0, ranks: int = 1, clip
     return {"gradients": gradients_of(model), "parameters": parameters_of(model)}
 
 
-def check_as_one_process(found: Any, layers: int = 2) -> None:
+def check_as_one_process(found: Any, steps: int = 10, layers: int = 2) -> None:
     """Parameters to 1e-6. Gradients after several steps have the rounding of all of them, of which processors differ by
     1.6e-6; a gradient that is not the mean over the batch is off by a factor."""
-    expected = train(model_of(layers=layers))
+    expected = train(model_of(layers=layers), steps)
     for kind, bound in (("parameters", 1e-6), ("gradients", 5e-6)):
         check_close(found[kind], expected[kind], bound, kind)
     assert not found["gradients"]["layers.0.experts.w1"][-1].any(), "an expert without tokens has zero gradients"
