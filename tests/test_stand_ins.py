@@ -60,9 +60,11 @@ def targets(model: nn.Module, phase: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_sequential_is_traced_in_segments(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, list])
+def test_checkpoint_sequential_is_traced_in_segments(kind: Callable[..., Any], use_reentrant: bool) -> None:
     def run(layers: nn.Sequential, x: Tensor) -> Tensor:
-        return checkpoint_sequential(layers, 2, x, use_reentrant=use_reentrant)
+        functions = layers if kind is nn.Sequential else kind(layers)
+        return checkpoint_sequential(functions, 2, x, use_reentrant=use_reentrant)
 
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
     model = check_step(Layers(run, *layers), rows(4, 8).requires_grad_())

@@ -35,7 +35,7 @@ def _in_segments(
     functions: Any, segments: int, input: Tensor, use_reentrant: bool | None = None, **options: Any
 ) -> Tensor:
     """Stand for ``checkpoint_sequential``, whose file Dynamo skips."""
-    layers = list(functions.children()) if isinstance(functions, nn.Sequential) else functions
+    layers = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
     size = len(layers) // segments
     end = size * (segments - 1)
     for begin in range(0, end, size):
