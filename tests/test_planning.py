@@ -149,7 +149,7 @@ def test_no_process_group_is_left_behind() -> None:
     assert not dist.is_initialized()
     trace(Net, (torch.randn(4, 24),), world_size=8, backend="eager")
     assert not dist.is_initialized()
-    with pytest.raises(graph_fsdp.GraphBreakError, match="this line raises ZeroDivisionError"):
+    with pytest.raises(ZeroDivisionError):
         trace(Net, (torch.randn(4, 24),), world_size=8, backend="eager", loss=lambda y: 1 / 0)
     assert not dist.is_initialized()
 

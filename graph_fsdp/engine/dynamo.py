@@ -148,6 +148,35 @@ def _refuse_kinds_of_backward(gradients: Any) -> None:
         )
 
 
+def what_to_raise(error: Exception, entry: Entry, call: Call, structure: Structure, fullgraph: bool) -> Exception:
+    """Return what the caller of a model is to see for an ``error`` of Dynamo's."""
+    if fullgraph and (raised := raised_by_forward(error, call)) is not None:
+        return raised
+    if isinstance(error, compat.TorchRuntimeError) or (isinstance(error, compat.UserError) and not fullgraph):
+        return error
+    told = graph_break(error, entry, call, structure)
+    told.__cause__ = error
+    return told
+
+
+def raised_by_forward(error: Exception, call: Call) -> Exception | None:
+    """Return the exception that the model's own code raises for these arguments, if that is why Dynamo gave up. Its
+    Python code is run for it, on fake tensors and up to the line that raises."""
+    text = str(error)
+    if not any(words in text for words in _RAISES) and not isinstance(error, compat.TorchRuntimeError):
+        return None
+    try:
+        with compat.FakeTensorMode(allow_non_fake_inputs=True):
+            call.function(call.module, *call.args, **call.kwargs)
+    except Exception as raised:
+        return raised if isinstance(raised, AssertionError) or type(raised).__name__ in text else None
+    return None
+
+
+# What Dynamo says of a raise, of an assertion and of a function of torch that raises.
+_RAISES = ("Observed exception", "Data-dependent assertion failed", "when making fake tensor call")
+
+
 def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure) -> GraphBreakError:
     """Return what to raise for ``error``. Raises TypeError if wrong arguments were the cause."""
     inspect.signature(call.function).bind(call.module, *call.args, **call.kwargs)

@@ -29,9 +29,9 @@ from graph_fsdp.engine.dynamo import (
     Entry,
     differentiable_once,
     forget_programs,
-    graph_break,
     own_code,
     traced_too_often,
+    what_to_raise,
 )
 from graph_fsdp.engine.finalization import Finalization
 from graph_fsdp.engine.kept import KeptPrograms, KeptTrace
@@ -209,14 +209,13 @@ class Engine:
                 if isinstance(cause, _OUR_ERRORS):
                     raise cause from cause.__cause__
                 raise
-            except (compat.Unsupported, compat.UserError) as error:
-                if isinstance(error, compat.UserError) and not self._fullgraph:
-                    raise
-                raise graph_break(error, entry, self._call, self.structure) from error
+            except (compat.Unsupported, compat.UserError, compat.TorchRuntimeError) as error:
+                raised = what_to_raise(error, entry, self._call, self.structure, self._fullgraph)
             except compat.FailOnRecompileLimitHit as error:
                 raise traced_too_often(self.structure, [g.cause for g in self.graphs if g.cause.key == key]) from error
             finally:
                 self._inputs, self._call = {}, None
+            raise raised  # with the cause and the context that it has
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import get_debug_dir
