@@ -12,6 +12,7 @@ import torch
 from both_devices import KINDS, on_virtual, ours, overlapped, same_numbers, strict
 from experts import Experts, MoE
 from models import MLP
+from synced_layers import synced
 from tensor_parallel import Block, Transformer, with_sequences
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,6 +56,16 @@ def experts_on_a_mesh_of_their_own() -> None:
     assert overlapped(machine) > 0.0
 
 
+def statistics_of_all_ranks() -> None:
+    """By torch's own layer of the name, which is for accelerators."""
+
+    def make() -> nn.Module:
+        return synced(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16)))
+
+    with strict():
+        same_numbers(functools.partial(ours, auto_wrap_policy={nn.Linear}), make)
+
+
 def a_measured_trace_has_the_times_of_the_device() -> None:
     """Of the collectives of a step, beside the predicted ones."""
     machine = Machine("h100", traced=True)
@@ -88,5 +99,6 @@ def slices(events: list[dict[str, Any]], process: int, kind: str) -> list[tuple[
 FOUND = (
     tensor_parallelism_beside_fsdp,
     experts_on_a_mesh_of_their_own,
+    statistics_of_all_ranks,
     a_measured_trace_has_the_times_of_the_device,
 )
