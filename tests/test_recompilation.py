@@ -136,6 +136,19 @@ def test_a_model_that_is_traced_too_often_says_what_changed(fake_group: None) ->
     assert "The last time a guard of graph 0 failed: self.kinds == ''" in str(caught.value)
 
 
+def test_torchs_limit_of_eight_graphs_is_a_warning_and_ends_no_training(fake_group: None) -> None:
+    model = graph_fsdp.compile(Naming(), backend="eager")
+    with pytest.warns(UserWarning, match="has traced the model 8 times, and compiles one more") as caught:
+        for call in range(10):
+            model(torch.ones(4, 16)).sum().backward()
+            assert len(caught) == (call >= 8)
+    assert "The last time a guard of graph 6 failed: self.kinds == '" in str(caught[0].message)
+    assert "raise the limit" not in str(caught[0].message) and len(causes(model)) == 10
+    too_often = pytest.raises(graph_fsdp.GraphBreakError, match="has traced the model 10 times and gives up")
+    with torch._dynamo.config.patch(accumulated_recompile_limit=10), too_often:
+        model(torch.ones(4, 16))
+
+
 @torch.no_grad()
 def test_the_guards_of_all_earlier_graphs_are_named_the_last_that_ran_first(fake_group: None) -> None:
     model = graph_fsdp.compile(Gated(), backend="eager", dynamic=False)

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -209,12 +210,24 @@ def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure
     )
 
 
+def warn_of_traces(structure: Structure, causes: Sequence[Cause]) -> None:
+    """Warn, once, of a model that Dynamo has traced for ``causes``, more often than torch lets it by default."""
+    again = causes and causes[-1].kind == "guard"  # and not another piece of the model
+    if again and len(causes) == compat.RECOMPILE_LIMIT < torch._dynamo.config.recompile_limit:
+        warnings.warn(_traced_often(structure, causes, gives_up=False), stacklevel=2)
+
+
 def traced_too_often(structure: Structure, causes: Sequence[Cause]) -> GraphBreakError:
     """Return the error for a model that Dynamo has traced again and again, for ``causes``."""
+    return GraphBreakError(_traced_often(structure, causes, gives_up=True))
+
+
+def _traced_often(structure: Structure, causes: Sequence[Cause], gives_up: bool) -> str:
     hooks = structure.hooks()
-    return GraphBreakError(
+    return (
         (f"{', '.join(hooks)}: " if hooks else "")
-        + f"torch.compile has traced the model {len(causes)} times and gives up (torch._dynamo.config.recompile_limit)"
+        + f"torch.compile has traced the model {len(causes)} times"
+        + (" and gives up (torch._dynamo.config.recompile_limit)" if gives_up else ", and compiles one more graph")
         + (f". The last time {[*causes[-1].guards, causes[-1]][0]}" if causes else "")
         + ". "
         + (
@@ -223,7 +236,8 @@ def traced_too_often(structure: Structure, causes: Sequence[Cause]) -> GraphBrea
             "dict, or pass fullgraph=False"
             if hooks
             else "What a forward reads in Python (a number, a text, the length of a list) is a constant of its graph: "
-            "pass what changes in each call as a tensor, keep it in a buffer, raise the limit, or pass fullgraph=False"
+            f"pass what changes in each call as a tensor, keep it in a buffer, {'raise the limit, ' * gives_up}or pass "
+            "fullgraph=False"
         )
     )
 

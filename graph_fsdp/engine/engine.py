@@ -31,6 +31,7 @@ from graph_fsdp.engine.dynamo import (
     forget_programs,
     own_code,
     traced_too_often,
+    warn_of_traces,
     what_to_raise,
 )
 from graph_fsdp.engine.finalization import Finalization
@@ -38,7 +39,7 @@ from graph_fsdp.engine.kept import KeptPrograms, KeptTrace
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import PythonReads
 from graph_fsdp.engine.ranks import Made, OtherPlan, Schedules, nothing
-from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
+from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, causes_of, why_captured, why_run_again
 from graph_fsdp.engine.substitution import (
     TracedGraph,
     find_parameters,
@@ -212,7 +213,7 @@ class Engine:
             except (compat.Unsupported, compat.UserError, compat.TorchRuntimeError) as error:
                 raised = what_to_raise(error, entry, self._call, self.structure, self._fullgraph)
             except compat.FailOnRecompileLimitHit as error:
-                raise traced_too_often(self.structure, [g.cause for g in self.graphs if g.cause.key == key]) from error
+                raise traced_too_often(self.structure, causes_of(self.graphs, key)) from error
             finally:
                 self._inputs, self._call = {}, None
             raise raised  # with the cause and the context that it has
@@ -244,6 +245,7 @@ class Engine:
     ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see ``_function_compiled``."""
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
+        warn_of_traces(self.structure, causes_of(self.graphs, key))
         parameters = find_parameters(module, self.storage)
         refuse_backward(module, parameters)
         warn_of_writes(module, parameters, self.python_reads.versions)

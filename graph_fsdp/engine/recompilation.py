@@ -91,6 +91,11 @@ class Call:
     kwargs: dict[str, Any]
 
 
+def causes_of(graphs: Sequence[CapturedGraph], key: CaptureKey) -> list[Cause]:
+    """Return why those of ``graphs`` were captured that have this key."""
+    return [graph.cause for graph in graphs if graph.cause.key == key]
+
+
 def why_captured(
     earlier: Sequence[CapturedGraph], key: CaptureKey, call: Call | None, *, breaks: bool = False
 ) -> Cause:

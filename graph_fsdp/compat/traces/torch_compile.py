@@ -215,6 +215,9 @@ _OF_TRANSFORMERS = ("warning_once", "info_once", "warning_advice")
 _LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warn", *_OF_TRANSFORMERS)
 
 
+RECOMPILE_LIMIT: int = dynamo_config._config["recompile_limit"].default  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: bool = False) -> Iterator[None]:
     """Trace under the configuration that the models of this package need.
@@ -222,7 +225,8 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: b
     - Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph.
     - Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
     - Derivatives in a forward (``torch.autograd.grad``) are traced, from torch 2.11 on.
-    - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do.
+    - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do; and where
+      torch's limit of eight graphs would end a training, the one of all graphs of a process holds alone.
     - With ``hooks``, graphs are guarded by the hooks that they were traced with.
     - With ``integers``, one of a module that has changed (a counter of calls) is an input of the next graph, as an
       argument of forward is, and does not make a graph for each value.
@@ -240,6 +244,8 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: b
     options |= {name: value for name, value in other.items() if hasattr(dynamo_config, name)}
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+        if dynamo_config.recompile_limit == RECOMPILE_LIMIT:
+            options["recompile_limit"] = dynamo_config.accumulated_recompile_limit
     config_for_log = dynamo_utils._get_dynamo_config_for_logging
 
     def without_functions() -> str | None:  # torch 2.11 sorts the functions and logs an error for each graph
