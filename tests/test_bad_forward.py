@@ -176,6 +176,20 @@ def test_a_forward_raises_its_own_exception(fake_group: None, fault: Callable[[T
     assert all(shard.grad is not None for shard in shards)
 
 
+def written_after_its_use(x: Tensor) -> Tensor:
+    x = x.relu()
+    y = x.square()
+    x.add_(1)
+    return y
+
+
+def test_what_autograd_raises_of_a_forward_is_not_wrapped(fake_group: None) -> None:
+    model = graph_fsdp.compile(Raising(written_after_its_use), backend="eager")
+    with pytest.raises(RuntimeError, match=r"^one of the variables needed for gradient computation") as raised:
+        model(batch())
+    assert type(raised.value) is RuntimeError
+
+
 def test_a_line_of_the_users_is_named_where_torch_breaks_a_graph(fake_group: None) -> None:
     model = graph_fsdp.compile(Raising(gathered), backend="eager")
     with pytest.raises(graph_fsdp.GraphBreakError) as caught:

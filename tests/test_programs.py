@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
-from graph_fsdp import UnsupportedError, compat
+from graph_fsdp import UnsupportedError
 from graph_fsdp.compat.traces.joint_traces import FOLLOWING
 from graph_fsdp.passes import Plan, default_pipeline
 from graph_fsdp.passes.ir.portable import Names
@@ -103,7 +103,7 @@ def test_a_second_start_traces_no_joint_graph(folder: Path, monkeypatch: pytest.
     second = start(folder)
     assert second.found and all(map(torch.equal, first.gradients, second.gradients))
     assert len(known) == 1 and "models.py" in known[0], "for an error of autograd's, which names the line"
-    with pytest.raises(compat.BackendCompilerFailed):
+    with pytest.raises(TypeError, match="not callable"):
         start(None)
 
 

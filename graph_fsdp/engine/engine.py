@@ -48,7 +48,7 @@ from graph_fsdp.engine.substitution import (
     warn_of_writes,
 )
 from graph_fsdp.engine.updates import Updates
-from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
+from graph_fsdp.errors import PassError, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
 from graph_fsdp.module.structure import NO_STRUCTURE, Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
@@ -80,9 +80,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 2  # to trace equal layers once: the second leaves out the layer that turned out to be unequal
-
-# Dynamo wraps what a backend raises; these stay what they are.
-_OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, UnsupportedError, ValueError)
 
 _engines = itertools.count()
 
@@ -206,10 +203,7 @@ class Engine:
                 outputs = self.storage.without_placeholders(outputs)
                 return differentiable_once(outputs, self.python_reads.before_backward())
             except compat.BackendCompilerFailed as error:
-                cause = error.inner_exception
-                if isinstance(cause, _OUR_ERRORS):
-                    raise cause from cause.__cause__
-                raise
+                raise error.inner_exception from error.inner_exception.__cause__
             except (compat.Unsupported, compat.UserError, compat.TorchRuntimeError) as error:
                 raised = what_to_raise(error, entry, self._call, self.structure, self._fullgraph)
             except compat.FailOnRecompileLimitHit as error:
