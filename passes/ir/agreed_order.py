@@ -20,7 +20,7 @@ from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
 
-Sequence = list[tuple[str, str]]  # (role of the start, bucket), in the order in which they start
+Starts = list[tuple[str, str]]  # (role of the start, bucket), in the order in which they start
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Plan:
     """Holds the decisions for one kind of graph: the order of ``collectives`` per phase, and the buckets that stay
     ``kept`` from forward to backward, None before the reshard pass has decided."""
 
-    collectives: dict[Phase, Sequence] = field(default_factory=dict)
+    collectives: dict[Phase, Starts] = field(default_factory=dict)
     kept: list[str] | None = None
 
     def keep(self, graph: Graph) -> bool:
