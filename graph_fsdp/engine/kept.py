@@ -43,7 +43,7 @@ from graph_fsdp.passes.transforms.partitioned import take_unsharded
 from graph_fsdp.programs.folder import Folder
 from graph_fsdp.programs.key import key_of, names_of
 from graph_fsdp.programs.plain import Unknown
-from graph_fsdp.programs.program import KeptProgram, Outputs, describe_outputs
+from graph_fsdp.programs.program import KeptProgram, differentiable_outputs
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.regions.regions import Step
@@ -72,13 +72,13 @@ class Lookup:
     dynamo: fx.Graph
     program: KeptProgram | None = None
     made_by: str = "an earlier start"
-    outputs: Outputs | None = field(default=None, init=False)
+    differentiable: tuple[bool, ...] | None = field(default=None, init=False)
     refused: str = field(default="", init=False)
 
     def traced(self, graph: fx.Graph, inputs: int, forward_outputs: int) -> None:
         """Note what AOTAutograd has made of the graph, before the passes."""
         try:
-            self.outputs = describe_outputs(self.dynamo, graph, inputs, forward_outputs)
+            self.differentiable = differentiable_outputs(self.dynamo, graph, inputs, forward_outputs)
         except NotPortable as reason:
             self.refused = str(reason)
 
@@ -86,9 +86,9 @@ class Lookup:
         """Keep the graphs after all passes, and return those that were cut for it. The log says why, where they cannot
         be kept, or UnsupportedError."""
         try:
-            if self.outputs is None:
+            if self.differentiable is None:
                 raise NotPortable(self.refused)
-            program = KeptProgram.of(graphs, kind, self.outputs, context)
+            program = KeptProgram.of(graphs, kind, self.differentiable, context)
             text = functools.cache(lambda: _text(program.to_data(self.names, self.whole)))
             self.folder.write(self.key, text)
             self.shared.send(text)
@@ -225,7 +225,7 @@ class _StandIn:
 
 def _stand_in(program: KeptProgram) -> Any:
     first, last = program.graphs[0], program.graphs[-1]
-    differentiable = list(program.outputs.differentiable)
+    differentiable = list(program.differentiable)
     gradients = last.outputs if last is not first else []
     return _StandIn(first.outputs[: len(differentiable)], differentiable, gradients)
 
