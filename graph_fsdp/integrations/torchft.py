@@ -1,4 +1,4 @@
-"""HSDP whose replicas come and go: torchft's Manager takes the mean over the replica groups that live.
+"""The replicas of HSDP come and go: torchft's Manager takes the mean over the replica groups that live.
 
 ::
 

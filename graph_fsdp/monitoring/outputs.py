@@ -1,4 +1,4 @@
-"""What a monitor reports to: a terminal, a program's loggers, a file and a port of OpenMetrics text.
+"""A monitor reports to a terminal, a program's loggers, a file and a port of OpenMetrics text.
 
 None of them can end a training: what raises is told once in Python's ``logging``, and tried again at the next record.
 """

@@ -1,4 +1,4 @@
-"""``ctc_loss`` as one operator: torch's saves for its backward what has no shape that a graph could know.
+"""``ctc_loss`` is one operator here: torch's saves for its backward what has no shape that a graph could know.
 
 | operator | meaning |
 |---|---|

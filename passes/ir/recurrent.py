@@ -1,4 +1,4 @@
-"""Recurrent layers (``nn.LSTM``, ``nn.GRU``, ``nn.RNN``) as one operator each, whatever the length of the sequence.
+"""Recurrent layers (``nn.LSTM``, ``nn.GRU``, ``nn.RNN``) are one operator each, whatever the length of the sequence.
 
 torch traces them step by step: a graph, and the time to compile it, grow with the length, each length has a graph of
 its own, and the dropout between layers is left out (``num_layers < i - 1`` in ``torch._decomp``). ``recurrent_layer``
