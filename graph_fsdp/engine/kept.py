@@ -199,7 +199,7 @@ class KeptTrace(AotTrace):
         engine.schedules.run(program.graphs, self.context, program.kind, passes=self._instead_of_passes)
 
     def _instead_of_passes(self, graphs: Sequence[Graph], context: PassContext) -> None:
-        if context.plan.collectives and not self.program.has(context.plan):
+        if context.plan.collectives and context.plan != self.program.plan:
             raise OtherPlan
         context.plan.kept = self.program.plan.kept
         for graph in graphs:

@@ -120,10 +120,6 @@ class KeptProgram:
             cuts,
         )
 
-    def has(self, plan: AgreedPlan) -> bool:
-        """Say whether the graphs are those of a plan."""
-        return plan.collectives == self.plan.collectives and plan.kept == self.plan.kept
-
     @property
     def tangents(self) -> list[fx.Node]:
         return self.graphs[-1].with_role(Role.TANGENT)
