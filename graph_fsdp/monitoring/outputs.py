@@ -92,12 +92,9 @@ def text_file(path: str | os.PathLike[str], model: str) -> Output:
 
 
 class MetricsHTTPServer(ThreadingHTTPServer):
-    daemon_threads = True
-
     def server_bind(self) -> None:
         """Bind, without http.server's question for the name of the host, which may take long."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
 
 class Server:
