@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Cause
-from graph_fsdp.parameters.gradients import accumulate
+from graph_fsdp.parameters.gradients import accumulate_gradients
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
@@ -79,7 +79,7 @@ class Finalization:
         absent.used = 0
         with torch.no_grad():
             gradients = program([self._zeros(p) for p in members])
-        accumulate(members, gradients)
+        accumulate_gradients(members, gradients)
 
     def _device(self, p: ShardedParameter) -> torch.device:
         offload = self._engine.spec.offload

@@ -44,7 +44,7 @@ def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
     return [next(linked) if p.shard.requires_grad else p.input for p in parameters]
 
 
-def accumulate(parameters: list[ShardedParameter], gradients: Sequence[Tensor | None]) -> None:
+def accumulate_gradients(parameters: list[ShardedParameter], gradients: Sequence[Tensor | None]) -> None:
     """Add gradients of padded local shards to the ``grad`` of their parameters, as a backward does, which runs their
     hooks. None stands for a gradient that is not there."""
     with torch.enable_grad(), compat.without_torch_function():
