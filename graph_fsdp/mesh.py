@@ -175,12 +175,12 @@ class DataParallelMesh(Mesh):
             if full is not None:
                 chunks = [rows_of(full, i, shard.shape[0]) for i in range(self.spec.world_size)]
                 shard.copy_(chunks[0])
-            dist.scatter(_bytes(shard), [_bytes(c) for c in chunks] if chunks else None, group=group, group_src=0)
+            dist.scatter(as_bytes(shard), [as_bytes(c) for c in chunks] if chunks else None, group=group, group_src=0)
         if self.replicate_dim is not None:
             self._broadcast(shard, self.replicate_dim)
 
     def _broadcast(self, value: Tensor, dim: int) -> None:
-        dist.broadcast(_bytes(value), group=self.mesh.get_group(dim), group_src=0)
+        dist.broadcast(as_bytes(value), group=self.mesh.get_group(dim), group_src=0)
 
 
 def shapes_of_groups(mesh: DeviceMesh) -> dict[str, GroupShape]:
@@ -347,8 +347,8 @@ def _default_device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def _bytes(value: Tensor) -> Tensor:
-    """View ``value`` as bytes, which a process group sends whatever the dtype."""
+def as_bytes(value: Tensor) -> Tensor:
+    """View contiguous memory as bytes, which a process group sends whatever the dtype."""
     return value.view(-1).view(torch.uint8)
 
 

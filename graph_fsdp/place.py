@@ -40,8 +40,8 @@ class Place:
 
     ``device``: of gathered parameters. ``values_on``: where what is on the meta device is given values, before it is
     sharded. ``shard_dims``: parameter name → the sharded dimension, where it is not the first. ``quantized``: parameter
-    name → what is sharded of it. ``before_compiled``:
-    called with the model when nothing can fail any more, before it gets its new class.
+    name → what is sharded of it. ``before_compiled``: called with the model when nothing can fail any more, before it
+    gets its new class.
     """
 
     mesh: Mesh | None

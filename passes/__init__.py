@@ -8,10 +8,10 @@ from graph_fsdp.passes.analysis.hardware import HARDWARE, Hardware, Link, detect
 from graph_fsdp.passes.analysis.memory import MemoryProfile, memory_profile
 from graph_fsdp.passes.analysis.simulate import Timeline, simulate
 from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError, VerificationError
-from graph_fsdp.passes.ir.agreed_order import Plan
+from graph_fsdp.passes.ir.agreed_order import AgreedPlan
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.graph import BucketNodes, Gather, Graph, Phase, Reduction
-from graph_fsdp.passes.ir.stage import Stage
+from graph_fsdp.passes.ir.stage import GraphStage
 from graph_fsdp.passes.pipeline import PassPipeline, Profiled
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
 from graph_fsdp.passes.transforms.arrange import BucketSize, Messages
@@ -29,6 +29,7 @@ from graph_fsdp.passes.transforms.slots import AssignSlots, Free, SlotTable
 __all__ = [
     "HARDWARE",
     "ActivationCheckpointing",
+    "AgreedPlan",
     "Annotate",
     "AssignSlots",
     "Bucket",
@@ -41,6 +42,7 @@ __all__ = [
     "Gather",
     "Graph",
     "GraphPass",
+    "GraphStage",
     "GroupShape",
     "Hardware",
     "InsertGathers",
@@ -55,14 +57,12 @@ __all__ = [
     "PassPipeline",
     "Phase",
     "PipelineError",
-    "Plan",
     "Prefetch",
     "Reduction",
     "Reshard",
     "Role",
     "SaveBases",
     "SlotTable",
-    "Stage",
     "TagRecompute",
     "Timeline",
     "VerificationError",

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from torch import fx, nn
 
 from graph_fsdp.passes.analysis.cost import CostModel
-from graph_fsdp.passes.ir.agreed_order import Plan
+from graph_fsdp.passes.ir.agreed_order import AgreedPlan
 from graph_fsdp.passes.ir.dialect import record
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.ir.stage import Stage
+from graph_fsdp.passes.ir.stage import GraphStage
 
 
 class PipelineError(ValueError):
@@ -123,7 +123,7 @@ class PassContext:
 
     model: ModelSpec
     reshard_after_forward: bool | Literal["auto"] | None = None
-    plan: Plan = field(default_factory=Plan)
+    plan: AgreedPlan = field(default_factory=AgreedPlan)
     cost: CostModel | None = None
     settings: Settings = field(default_factory=Settings)
     inputs: CaptureInputs = field(default_factory=CaptureInputs)
@@ -131,7 +131,7 @@ class PassContext:
     sharing: Sharing = field(default_factory=Sharing)
     budget: int | None = None
     graphs: dict[Phase, Graph] = field(default_factory=dict)
-    stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
+    stages: dict[Phase, dict[str, GraphStage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
 
     @property
     def facts(self) -> dict[Phase, frozenset[str]]:

@@ -20,7 +20,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
-from graph_fsdp.runtime.comm.collectives import Comms, Gather, Pending, ReduceScatter
+from graph_fsdp.runtime.comm.collectives import AllGather, Comms, Pending, ReduceScatter
 from graph_fsdp.runtime.comm.quantized import QuantizedReduceScatter
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame, StartPlan, start_copy, start_gather, start_reduction
@@ -190,7 +190,7 @@ class ProgramText:
     def gather_start(self, node: fx.Node) -> str:
         comms = self.comms if dialect.argument(node, "custom") else None
         given = _arguments(node)
-        gather = bound(Gather, given)(given["shards"])
+        gather = bound(AllGather, given)(given["shards"])
         begin = partial(start_gather, gather=gather, record=node.meta["fsdp"], comms=comms)
         return self._start(node, "gather", begin)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graph_fsdp.passes.ir.dialect import NodeRecord
 from graph_fsdp.runtime.comm import copies
-from graph_fsdp.runtime.comm.collectives import Comms, Gather, Pending
+from graph_fsdp.runtime.comm.collectives import AllGather, Comms, Pending
 from graph_fsdp.runtime.comm.copies import Copy
 from graph_fsdp.runtime.observe import Event, Observer, What, seen_by
 from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
@@ -42,7 +42,7 @@ class StartPlan:
 
 
 def start_gather(
-    frame: Frame, shards: list[Tensor], gather: Gather, record: NodeRecord, comms: Comms | None
+    frame: Frame, shards: list[Tensor], gather: AllGather, record: NodeRecord, comms: Comms | None
 ) -> Pending:
     """Start an ``all_gather_start``. With ``comms``, the user's own runs it."""
     slots, comm = frame.slots, comms.all_gather if comms is not None else None

@@ -21,7 +21,7 @@ import graph_fsdp
 from graph_fsdp.passes import Role
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.runtime.comm.collectives import (
-    Gather,
+    AllGather,
     mean_of,
     pack_gradients,
     start_all_gather,
@@ -219,7 +219,7 @@ def gathered_from_where_shards_are_now() -> dict[str, tuple[Tensor, Tensor]]:
 
     own, found = [memory(seed, dist.get_rank()) for seed in range(2)], {}
     runs = {"one": (0, 8, 12), "again": (0, 8, 12), "behind": (0, 16, 20), "another": (1, 8, 12), "apart": (1, 20, 2)}
-    gather = Gather([own[0][:3], own[0][4:9]], layout, torch.float32, dist.group.WORLD)
+    gather = AllGather([own[0][:3], own[0][4:9]], layout, torch.float32, dist.group.WORLD)
     for name, (seed, first, second) in [*runs.items(), ("back", (0, 8, 12))]:
         pending = gather.start([own[seed][first : first + 3], own[seed][second : second + 5]])
         pending.finish()
@@ -232,7 +232,7 @@ def gathered_from_where_shards_are_now() -> dict[str, tuple[Tensor, Tensor]]:
 def gathered_of_a_transposed_shard() -> dict[str, tuple[Tensor, Tensor]]:
     """Runs of one gather of a shard that is no slice: a tensor extension may give such a one."""
     own = torch.arange(12.0).view(4, 3) + 100 * dist.get_rank()
-    gather = Gather([own.t()], GatherLayout.make([0], [12], 12, 2), torch.float32, dist.group.WORLD)
+    gather = AllGather([own.t()], GatherLayout.make([0], [12], 12, 2), torch.float32, dist.group.WORLD)
     full, found = torch.cat([(torch.arange(12.0).view(4, 3) + 100 * rank).t().reshape(-1) for rank in range(2)]), {}
     for run in ("first", "second"):
         pending = gather.start([own.t()])

@@ -264,6 +264,15 @@ def test_another_batch_size_is_another_capture(fake_group: None) -> None:
 # What cannot be reported
 
 
+def test_a_backward_that_runs_after_a_report_is_predicted_in_the_next_one() -> None:
+    model = graph_fsdp.compile(nn.Linear(4, 4), backend="eager")
+    loss = model(torch.ones(2, 4)).sum()
+    assert str(graph_fsdp.inspect(model))
+    loss.backward()
+    assert graph_fsdp.inspect(model).backward.timeline is not None
+    assert "no cost model" not in str(graph_fsdp.inspect(model))
+
+
 def test_inspecting_a_model_that_was_not_compiled() -> None:
     with pytest.raises(TypeError, match=r"MLP was not compiled by graph_fsdp; call graph_fsdp\.compile first"):
         graph_fsdp.inspect(MLP())

@@ -23,6 +23,7 @@ from graph_fsdp.checkpoint.folder import hidden, written
 from graph_fsdp.checkpoint.metadata import Checkpoint, joined, nbytes_of
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.mesh import as_bytes
 
 _BITS = {"uint": (8, 16, 32, 64), "int": (8, 16, 32, 64), "float": (16, 32, 64), "bfloat": (16,), "complex": (64,)}
 _LETTERS = {"uint": "U", "int": "I", "float": "F", "bfloat": "BF", "complex": "C"}
@@ -56,7 +57,7 @@ class _Source:
             value = read_tensors(self.checkpoint, [key])[key]
             if value.nbytes:
                 stream.seek(offset)
-                stream.write(value.view(-1).view(torch.uint8).numpy().data)
+                stream.write(as_bytes(value).numpy().data)
             self.progress(value.nbytes)
             del value  # before the next one is read
 

@@ -39,6 +39,7 @@ from graph_fsdp.checkpoint.group import ALONE, NOT_DISTRIBUTED, Ranks
 from graph_fsdp.checkpoint.hosts import remove_older
 from graph_fsdp.checkpoint.metadata import Checkpoint, empty
 from graph_fsdp.errors import CheckpointError
+from graph_fsdp.mesh import as_bytes
 
 
 class PrivateFiles(FileSystem):
@@ -165,7 +166,7 @@ class Reader(dcp.FileSystemReader):
         inside = extent.offset <= begin <= extent.end - part.nbytes
         if part.shape != item.lengths or not part.is_contiguous() or not inside:
             return False
-        target.view(-1).view(torch.uint8).copy_(content[begin : begin + part.nbytes])
+        as_bytes(target).copy_(content[begin : begin + part.nbytes])
         planner.commit_tensor(item, target)
         return True
 

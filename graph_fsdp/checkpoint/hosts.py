@@ -15,7 +15,6 @@ The newest is that of the highest ``sequence`` in its header, which counts saves
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import hashlib
 import os
@@ -33,6 +32,7 @@ from graph_fsdp.checkpoint.folder import HEADER, METADATA, complete, put_aside, 
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.runtime.ranks.failure import kernel_of_host
 
 VARIABLE = "GRAPH_FSDP_MEMORY"
 DESCRIPTION = (METADATA, CHECKSUMS, HEADER)
@@ -92,17 +92,10 @@ def _is_users(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and own and not status.st_mode & others
 
 
-@functools.cache
-def _machine() -> str:
-    with contextlib.suppress(OSError):
-        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    return socket.gethostname()
-
-
 def identity(place: Path) -> str:
     """Return what ranks that see the same folder have in common, and no others. The folder is there."""
     status = place.stat()
-    return f"{_machine()} {status.st_dev} {status.st_ino}"
+    return f"{socket.gethostname()} {kernel_of_host()[0]} {status.st_dev} {status.st_ino}"
 
 
 @dataclass(frozen=True, order=True)

@@ -44,6 +44,7 @@ from graph_fsdp.checkpoint.state import (
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, listed
+from graph_fsdp.optimizers.groups import parameters_of
 
 
 def load(
@@ -183,7 +184,7 @@ class OptimizerValues:
                 f"{checkpoint.path} has no optimizer under {key!r}; its keys begin with {listed(checkpoint.roots)}: "
                 "say by optimizer_key which is its, or load without the optimizer"
             )
-        self._owned = {name for o in optimizers for group in o.param_groups for name in self._names(group["params"])}
+        self._owned = {name for optimizer in optimizers for name in self._names(parameters_of(optimizer))}
         self._match_parameters()
         self._states = checkpoint.under(self.key) if optimizers else {}
         self._saved = self._owned & {name for path in self._states for name in _beginnings(path)}
@@ -192,7 +193,7 @@ class OptimizerValues:
         """Make the states that the checkpoint has; ``wanted`` is complete afterwards. Raises CheckpointError, after
         which ``undo`` is to be called, if they are another kind of optimizer's."""
         for optimizer in self.optimizers:
-            here = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+            here = {p for p in parameters_of(optimizer) if p.requires_grad}
             held = {parameter for parameter, state in optimizer.state.items() if state}
             if here - held and not self._saved.isdisjoint(self._names(here)):
                 self._before.append((optimizer, dict(optimizer.state)))
@@ -271,7 +272,7 @@ def _beginnings(path: str) -> set[str]:
 def _initialise(model: nn.Module, optimizer: Optimizer) -> None:
     """Give every trainable parameter a new state. Gradients stay, as they would keep torch from making states."""
     optimizer.state.clear()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     gradients = [(p, p.grad) for p in parameters]
     for parameter in parameters:
         parameter.grad = None

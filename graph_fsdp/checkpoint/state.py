@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from graph_fsdp import compat
 from graph_fsdp.checkpoint.extra import EXTRA, extra_tree, put_together, take_apart
 from graph_fsdp.initialise.materialise import random_states, set_random_states
+from graph_fsdp.optimizers.groups import parameters_of
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
@@ -44,7 +45,7 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[T
         p: name.replace("_orig_mod.", "").removeprefix("module.") for name, p in model.named_parameters()
     }
     for optimizer in optimizers:
-        unknown = sum(p not in names for group in optimizer.param_groups for p in group["params"])
+        unknown = sum(p not in names for p in parameters_of(optimizer))
         if unknown:
             raise ValueError(f"optimizer has {unknown} parameters that are not the model's; make it after compile")
     return names
@@ -85,7 +86,7 @@ def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
 def states_by_name(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """Return the states that an optimizer has, by the names of their parameters. (``get_optimizer_state_dict`` would
     have one without states take a step.)"""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     return {names[parameters[number]]: state for number, state in optimizer.state_dict()["state"].items()}
 
 

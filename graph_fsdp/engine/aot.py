@@ -166,16 +166,13 @@ class AotTrace:
 
     def _first_program(self, module: fx.GraphModule, phase: Phase, *later: Phase) -> Callable[[list[Any]], Any]:
         if not self.engine.whole:
-            self._prepare_regions([self.context.graphs[each] for each in (phase, *later)])
+            self.engine.regions.prepare([self.context.graphs[each] for each in (phase, *later)], self._cuts)
+            self._cuts = {}
         program = self._program(module, phase)
         (before_passes, kind), self._piece = self._piece, (None, "")
         if before_passes is None:
             return program
         return self.engine.pieces.sharing(program, self.context.graphs[phase], before_passes, self.context, kind)
-
-    def _prepare_regions(self, graphs: list[Graph]) -> None:
-        self.engine.regions.prepare(graphs, self._cuts)
-        self._cuts = {}
 
     def _program(self, module: fx.GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """Return the program of a graph after the passes."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Cause
-from graph_fsdp.parameters.gradients import connected_shards
+from graph_fsdp.parameters.gradients import accumulate_gradients
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
@@ -98,10 +98,7 @@ class Division:
             with torch.no_grad():
                 gradients = of_weights(args)
             given = {place: g for place, g in enumerate(gradients) if isinstance(g, Tensor)}  # not those that are kept
-            if given:
-                with torch.enable_grad(), compat.without_torch_function():
-                    shards = connected_shards([members[place] for place in given])
-                    torch.autograd.backward(shards, list(given.values()))
+            accumulate_gradients([members[place] for place in given], list(given.values()))
 
         def run(args: list[Any], deferred: Deferred) -> Any:
             used = absent.used if absent is not None else 0

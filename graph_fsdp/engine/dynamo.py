@@ -64,16 +64,12 @@ def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> typ
                 "which gathers each unit for the code that reads it"
             )
         # In no variable, whose name Dynamo would give to a node.
-        return returned(forward(self, *args, **kwargs)) if sharded else forward(self, *args, **kwargs)
+        return whole_parameters(forward(self, *args, **kwargs)) if sharded else forward(self, *args, **kwargs)
 
     code = graph_fsdp_forward.__code__
     name = f"{_FORWARD}_{next(_forwards)}"
     own = code.replace(co_name=name)
     return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
-
-
-def returned(outputs: Any) -> Any:
-    return whole_parameters(outputs) if holds_parameter(outputs) else outputs
 
 
 def holds_parameter(outputs: Any) -> bool:
@@ -108,7 +104,7 @@ def _values(outputs: Any) -> list[Any]:
 
 
 # Where Python calls them, they are no frames to compile.
-for _function in (returned, holds_parameter, whole_parameters, _values):
+for _function in (holds_parameter, whole_parameters, _values):
     compat.leave_to_python(_function)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Cause
-from graph_fsdp.parameters.gradients import connected_shards
+from graph_fsdp.parameters.gradients import accumulate_gradients
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
@@ -79,11 +79,7 @@ class Finalization:
         absent.used = 0
         with torch.no_grad():
             gradients = program([self._zeros(p) for p in members])
-        with torch.enable_grad(), compat.without_torch_function():
-            shards = connected_shards(members)
-            pairs = [(shard, g) for shard, g in zip(shards, gradients, strict=True) if g is not None]
-            if pairs:
-                torch.autograd.backward([shard for shard, _ in pairs], [g for _, g in pairs])
+        accumulate_gradients(members, gradients)
 
     def _device(self, p: ShardedParameter) -> torch.device:
         offload = self._engine.spec.offload

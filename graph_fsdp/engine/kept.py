@@ -30,12 +30,12 @@ from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.ranks import OtherPlan
 from graph_fsdp.engine.sharing import SharedProgram
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
+from graph_fsdp.passes import AgreedPlan, Graph, PassContext, PassPipeline
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.portable import Names, NotPortable
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
+from graph_fsdp.passes.ir.stage import GraphStage, Snapshot, readable
 from graph_fsdp.passes.ir.traced import TRACED
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.trace import call, called
@@ -43,7 +43,7 @@ from graph_fsdp.passes.transforms.partitioned import take_unsharded
 from graph_fsdp.programs.folder import Folder
 from graph_fsdp.programs.key import key_of, names_of
 from graph_fsdp.programs.plain import Unknown
-from graph_fsdp.programs.program import KeptProgram, Outputs, describe_outputs
+from graph_fsdp.programs.program import KeptProgram, differentiable_outputs
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.regions.regions import Step
@@ -72,13 +72,13 @@ class Lookup:
     dynamo: fx.Graph
     program: KeptProgram | None = None
     made_by: str = "an earlier start"
-    outputs: Outputs | None = field(default=None, init=False)
+    differentiable: tuple[bool, ...] | None = field(default=None, init=False)
     refused: str = field(default="", init=False)
 
     def traced(self, graph: fx.Graph, inputs: int, forward_outputs: int) -> None:
         """Note what AOTAutograd has made of the graph, before the passes."""
         try:
-            self.outputs = describe_outputs(self.dynamo, graph, inputs, forward_outputs)
+            self.differentiable = differentiable_outputs(self.dynamo, graph, inputs, forward_outputs)
         except NotPortable as reason:
             self.refused = str(reason)
 
@@ -86,9 +86,9 @@ class Lookup:
         """Keep the graphs after all passes, and return those that were cut for it. The log says why, where they cannot
         be kept, or UnsupportedError."""
         try:
-            if self.outputs is None:
+            if self.differentiable is None:
                 raise NotPortable(self.refused)
-            program = KeptProgram.of(graphs, kind, self.outputs, context)
+            program = KeptProgram.of(graphs, kind, self.differentiable, context)
             text = functools.cache(lambda: _text(program.to_data(self.names, self.whole)))
             self.folder.write(self.key, text)
             self.shared.send(text)
@@ -199,7 +199,7 @@ class KeptTrace(AotTrace):
         engine.schedules.run(program.graphs, self.context, program.kind, passes=self._instead_of_passes)
 
     def _instead_of_passes(self, graphs: Sequence[Graph], context: PassContext) -> None:
-        if context.plan.collectives and not self.program.has(context.plan):
+        if context.plan.collectives and context.plan != self.program.plan:
             raise OtherPlan
         context.plan.kept = self.program.plan.kept
         for graph in graphs:
@@ -208,7 +208,7 @@ class KeptTrace(AotTrace):
         for phase, stages in self.program.stages.items():
             for name, summary, nodes in stages:
                 snapshot: Any = Remade(self.captured, phase, name, nodes)
-                context.stages[phase][name] = Stage(name, phase, snapshot, graphs[0].module, 0.0, summary)
+                context.stages[phase][name] = GraphStage(name, phase, snapshot, graphs[0].module, 0.0, summary)
 
 
 @dataclass
@@ -225,7 +225,7 @@ class _StandIn:
 
 def _stand_in(program: KeptProgram) -> Any:
     first, last = program.graphs[0], program.graphs[-1]
-    differentiable = list(program.outputs.differentiable)
+    differentiable = list(program.differentiable)
     gradients = last.outputs if last is not first else []
     return _StandIn(first.outputs[: len(differentiable)], differentiable, gradients)
 
@@ -277,7 +277,7 @@ class Remade:
         last = self.captured.views[self.phase].graph
         if last is not None and self.name == next(reversed(self.captured.stages[self.phase])):
             return Snapshot(last.fx_graph).copy()
-        made: Stage = self.captured.remake.stage(self.captured, self.phase, self.name)
+        made: GraphStage = self.captured.remake.stage(self.captured, self.phase, self.name)
         return made.graph
 
 
@@ -299,7 +299,7 @@ class Remake:
 
     engine: _EngineOfTrace
     context: PassContext
-    plan: Plan
+    plan: AgreedPlan
     entry: Entry
     module: fx.GraphModule
     inputs: list[Any]
@@ -321,7 +321,7 @@ class Remake:
         engine = _EngineOfTrace(owner.through_aot_autograd.__func__, *shared, KeptGradients())
         return cls(engine, trace.context, trace.program.plan, trace.entry, own, inputs, mode, grad)
 
-    def stage(self, captured: CapturedGraph, phase: Any, name: str) -> Stage:
+    def stage(self, captured: CapturedGraph, phase: Any, name: str) -> GraphStage:
         if self.made is None:
             self.made = self._run(captured, name)
         return self.made.stages[phase][name]

@@ -1,4 +1,4 @@
-"""What Dynamo traces in models of this package in place of functions of torch that it does not trace."""
+"""Dynamo traces functions of this file in place of functions of torch that it does not trace."""
 
 from __future__ import annotations
 

@@ -56,12 +56,11 @@ class Updates:
         """Return the first units whose parameters are gathered, in the order of the model's parameters. Raises
         UnsupportedError where no unit of this model can be gathered before a forward."""
         engine, units = self._engine, self._engine.unsharded
-        reasons = {
-            units.unavailable(): bool(units.unavailable()),
-            "cuda_graphs=True replays what a forward gathers": engine.cuda_graphs is not None,
-        }
-        if found := [reason for reason, holds in reasons.items() if holds]:
-            raise UnsupportedError(f"gather_ahead={count} is not available on this model: {found[0]}; leave it out")
+        reason = units.unavailable()
+        if not reason and engine.cuda_graphs is not None:
+            reason = "cuda_graphs=True replays what a forward gathers"
+        if reason:
+            raise UnsupportedError(f"gather_ahead={count} is not available on this model: {reason}; leave it out")
         return [unit for unit in units.members if unit in units.sharded | units.units][:count]
 
     @property

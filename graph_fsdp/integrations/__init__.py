@@ -1,1 +1,1 @@
-"""Integrations with Hugging Face Accelerate, transformers' Trainer and Lightning are modules here."""
+"""Each library whose trainer, schedules or formats work with graph_fsdp has a module here."""

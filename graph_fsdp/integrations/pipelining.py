@@ -1,4 +1,4 @@
-"""A stage of torch's pipeline schedules whose module is a compiled model.
+"""``PipelineStage`` is a stage of torch's pipeline schedules whose module is a compiled model.
 
 torch's stage reduces gradients once per step by FSDP2's inside, until torch 2.15, whose stages call
 ``finalize_backward``. This one calls it on all versions of torch.

@@ -1,4 +1,4 @@
-"""HSDP whose replicas come and go: torchft's Manager takes the mean over the replica groups that live.
+"""The replicas of HSDP come and go: torchft's Manager takes the mean over the replica groups that live.
 
 ::
 
@@ -35,7 +35,8 @@ from graph_fsdp.checkpoint.state import optimizers_of
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import CheckpointError, RankDisagreement, UnsupportedError
 from graph_fsdp.module.unit_methods import change, place
-from graph_fsdp.passes.ir.agreed_order import Plan
+from graph_fsdp.optimizers.groups import parameters_of
+from graph_fsdp.passes.ir.agreed_order import AgreedPlan
 from graph_fsdp.report.report import engine_of
 
 
@@ -170,7 +171,7 @@ class _State:
         for (optimizer, _), found in zip(optimizers, loaded, strict=True):
             optimizer.load_state_dict(found)
         for kind, plan in state["plans"].items():
-            self.engine.schedules.plans.setdefault(kind, Plan.from_json(plan))
+            self.engine.schedules.plans.setdefault(kind, AgreedPlan.from_json(plan))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the rank's parts of parameters and buffers, in place. Those that are quantized, and frozen, are what
@@ -204,7 +205,7 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 def _as_here(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict that ``optimizer`` can load: DTensors on the mesh of their parameter."""
-    parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     numbers = [len(group["params"]) for group in optimizer.param_groups]
     if numbers != (theirs := [len(group["params"]) for group in saved["param_groups"]]):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""torchtitan's decoders (llama3, deepseek_v3, …) in its trainer: a function in place of theirs.
+"""``parallelize`` shards torchtitan's decoders (llama3, deepseek_v3, …) in its trainer, in place of their function.
 
     spec = dataclasses.replace(config.model_spec, parallelize_fn=graph_fsdp.integrations.torchtitan.parallelize)
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, CheckpointError, MetaDeviceError, UnsupportedError
+from graph_fsdp.optimizers.groups import parameters_of
 
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -173,7 +174,7 @@ def _check_state(p: Tensor, state: Any) -> None:
 
 def _warn_of_placeholders(optimizer: Optimizer) -> None:
     """Warn, once per optimizer, if it was made of the parameters before they were sharded, or while they were whole."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     gone = [vars(p)["_graph_fsdp"][0] for p in parameters if "_graph_fsdp" in vars(p)]
     whole = [vars(p)["_graph_fsdp_whole"] for p in parameters if "_graph_fsdp_whole" in vars(p) and p.grad is None]
     if gone:

@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass
 import torch.distributed as dist
 
 from graph_fsdp import compat
-from graph_fsdp.runtime.ranks.agreement import is_shared, prefix_of, read
+from graph_fsdp.runtime.ranks.agreement import delete, is_shared, prefix_of, read
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,17 @@ class Comparison:
 
     def forget(self, step: int) -> None:
         """On the first rank: delete what was published of a step."""
-        self._delete(self._key(step))
+        if self._store is not None:
+            delete(self._store, self._key(step))
 
     def close(self) -> None:
         """On the first rank: read no longer."""
-        if self.is_first:
-            self._delete(self._reader)
+        if self._store is not None and self.is_first:
+            delete(self._store, self._reader)
 
     @property
     def _reader(self) -> str:
         return f"{self._prefix}/reader"
-
-    def _delete(self, name: str) -> None:
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything
-                self._store.delete_key(name)
 
     def _key(self, step: int) -> str:
         return f"{self._prefix}/{step}"

@@ -35,6 +35,7 @@ from graph_fsdp.monitoring.comparison import Comparison, Measured, norm, straggl
 from graph_fsdp.monitoring.monitored_step import MonitoredStep, on_host, peak_bytes, tokens_of
 from graph_fsdp.monitoring.outputs import Output, OutputList, Server, checked, terminal, text_file
 from graph_fsdp.monitoring.record import MonitorRecord
+from graph_fsdp.optimizers.groups import parameters_of
 from graph_fsdp.parameters.gradient_norm import own_square
 from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.passes.ir.settings import is_count
@@ -276,8 +277,7 @@ class Monitor:
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Say whether an optimizer steps parameters of the model."""
-        there = self._model() is not None
-        return there and any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+        return self._model() is not None and any(id(p) in self._parameters for p in parameters_of(optimizer))
 
     # Records
 

@@ -1,4 +1,4 @@
-"""What a monitor notes of one step."""
+"""A ``MonitoredStep`` has what a monitor notes of one step."""
 
 from __future__ import annotations
 

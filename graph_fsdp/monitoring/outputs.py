@@ -1,4 +1,4 @@
-"""What a monitor reports to: a terminal, a program's loggers, a file and a port of OpenMetrics text.
+"""A monitor reports to a terminal, a program's loggers, a file and a port of OpenMetrics text.
 
 None of them can end a training: what raises is told once in Python's ``logging``, and tried again at the next record.
 """
@@ -92,12 +92,9 @@ def text_file(path: str | os.PathLike[str], model: str) -> Output:
 
 
 class MetricsHTTPServer(ThreadingHTTPServer):
-    daemon_threads = True
-
     def server_bind(self) -> None:
         """Bind, without http.server's question for the name of the host, which may take long."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
 
 class Server:

@@ -15,7 +15,7 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.ahead import Ahead, drop_ahead
 from graph_fsdp.optimizers.groups import parameters_of, shards_of
 from graph_fsdp.optimizers.host_state import HostState, LoadsToHost
-from graph_fsdp.optimizers.in_backward import InBackward
+from graph_fsdp.optimizers.in_backward import InBackward, StepsInBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
 from graph_fsdp.optimizers.slices import Slices, unshared
 from graph_fsdp.passes.analysis.optimizers import Stepping, known_as
@@ -82,32 +82,28 @@ def distribute_optimizer(
             ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
-    flags = {"in_backward": in_backward, "offload_state": offload_state}
-    flags |= {} if element_wise is None else {"element_wise": element_wise}
+    flags = {"in_backward": in_backward, "offload_state": offload_state, "element_wise": element_wise}
     for flag, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and (flag != "element_wise" or value is not None):
             raise TypeError(f"{flag} must be True or False, got {value!r}")
     if not is_count(gather_ahead, least=0):
         raise ValueError(f"gather_ahead must be a number of units, 0 for none, got {gather_ahead!r}")
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, and is a {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedStep):
-        given = {"in_backward": in_backward, "offload_state": offload_state, "matrix_wise": matrix_wise}
-        _distribute_anew(optimizer, gather_ahead, [option for option, value in given.items() if value])
+        _distribute_anew(optimizer, gather_ahead, in_backward or offload_state or matrix_wise is not None)
         return optimizer
     rule = _rule_of(type(optimizer), element_wise, matrix_wise)
     _check_options(optimizer, rule, in_backward, offload_state, gather_ahead)
     own_step = _own_step(type(optimizer))
-    first: list[type[Any]] = [_InBackward] if in_backward else [LoadsToHost] if offload_state else []
     stepper: Slices | Owners | InBackward
+    first: list[type[Any]] = []
     if in_backward:
-        stepper = InBackward(optimizer, own_step)
+        stepper, first = InBackward(optimizer, own_step), [StepsInBackward]
     elif offload_state:
-        stepper = HostState(optimizer)
-    elif gather_ahead:
-        stepper = Ahead(optimizer, gather_ahead)
+        stepper, first = HostState(optimizer), [LoadsToHost]
     else:
-        stepper = Slices(optimizer) if rule is None else Owners(optimizer, rule)
+        stepper = _slices(optimizer, gather_ahead) if rule is None else Owners(optimizer, rule)
     if not gather_ahead:
         drop_ahead(optimizer)
     _tell_models(optimizer, in_backward, offload_state)
@@ -207,8 +203,9 @@ def _not_ahead(units: int, why: str) -> UnsupportedError:
     )
 
 
-def _distribute_anew(optimizer: DistributedStep, gather_ahead: int, others: list[str]) -> None:
-    """Have a distributed optimizer gather another number of units ahead; nothing else of it can be changed."""
+def _distribute_anew(optimizer: DistributedStep, gather_ahead: int, others: bool) -> None:
+    """Have a distributed optimizer gather another number of units ahead; nothing else of it can be changed. ``others``:
+    whether other options are given."""
     name, stepper = type(optimizer).__name__, optimizer._graph_fsdp_stepper
     before = stepper.ahead if isinstance(stepper, Slices) and not isinstance(stepper, HostState) else None
     if before in (None, gather_ahead) or others:
@@ -220,18 +217,11 @@ def _distribute_anew(optimizer: DistributedStep, gather_ahead: int, others: list
         raise _not_ahead(gather_ahead, f"{name} is none of torch's")
     if not gather_ahead:
         drop_ahead(optimizer)
-    vars(optimizer)["_graph_fsdp_stepper"] = Ahead(optimizer, gather_ahead) if gather_ahead else Slices(optimizer)
+    vars(optimizer)["_graph_fsdp_stepper"] = _slices(optimizer, gather_ahead)
 
 
-class _InBackward:
-    """Comes before both where the optimizer steps in backward."""
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        raise UnsupportedError(
-            "GradScaler.step() was called with an optimizer that has stepped in backward (in_backward=True), with "
-            "scaled gradients; train without a GradScaler (bfloat16 needs none), or distribute without in_backward"
-        )
+def _slices(optimizer: optim.Optimizer, gather_ahead: int) -> Slices:
+    return Ahead(optimizer, gather_ahead) if gather_ahead else Slices(optimizer)
 
 
 def _own_step(cls: type[optim.Optimizer]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from graph_fsdp import compat
+from graph_fsdp.mesh import as_bytes
 from graph_fsdp.runtime.comm.streams import UnderWay
 
 # A function of whole tensors, and the DTensors that it is to be given whole, of one dtype and placed as the parameter.
@@ -230,7 +231,7 @@ class Exchange:
         for line, values in enumerate(self._by_owner if self._lines > 1 else ()):
             if values.numel():
                 group = self._ranks.group(self._ranks.across)
-                broadcast = partial(dist.broadcast, _bytes(values), group=group, group_src=line)
+                broadcast = partial(dist.broadcast, as_bytes(values), group=group, group_src=line)
                 self._start(group, [values], broadcast)
 
     def shards(self) -> Iterator[list[DTensor]]:
@@ -259,7 +260,7 @@ class Exchange:
             return
         group, itemsize = self._ranks.group(dim), sent.dtype.itemsize
         into, out_of = ([numel * itemsize for numel in numels] for numels in (numels_in, numels_out))
-        exchange = partial(dist.all_to_all_single, _bytes(received), _bytes(sent), into, out_of, group=group)
+        exchange = partial(dist.all_to_all_single, as_bytes(received), as_bytes(sent), into, out_of, group=group)
         self._start(group, [received, sent], exchange)
 
     def _start(self, group: dist.ProcessGroup, tensors: Sequence[Tensor], collective: Callable[..., Any]) -> None:
@@ -271,8 +272,3 @@ class Exchange:
     def _wait(self) -> None:
         while self._under_way:
             self._under_way.pop(0).wait()
-
-
-def _bytes(value: Tensor) -> Tensor:
-    """View flat memory as bytes, which a process group sends whatever the dtype."""
-    return value.view(torch.uint8)

@@ -69,6 +69,17 @@ class InBackward:
         members_of.updates.done.update(p.spec.name for p in members.values() if id(p.shard) in stepped)
 
 
+class StepsInBackward:
+    """Comes before the class of an optimizer that steps in backward."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise UnsupportedError(
+            "GradScaler.step() was called with an optimizer that has stepped in backward (in_backward=True), with "
+            "scaled gradients; train without a GradScaler (bfloat16 needs none), or distribute without in_backward"
+        )
+
+
 def is_stepped(p: ShardedParameter) -> bool:
     """Say whether backward can step a parameter: computing reads memory that a gather has filled, and not the shard."""
     return p.spec.world_size > 1 and not p.spec.replicated and not p.spec.empty

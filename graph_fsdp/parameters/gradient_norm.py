@@ -1,4 +1,4 @@
-"""The norm of a model's gradients, whatever meshes they are on."""
+"""Compute the norm of a model's gradients, whatever meshes they are on."""
 
 from __future__ import annotations
 

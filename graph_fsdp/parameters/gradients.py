@@ -44,6 +44,16 @@ def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
     return [next(linked) if p.shard.requires_grad else p.input for p in parameters]
 
 
+def accumulate_gradients(parameters: list[ShardedParameter], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients of padded local shards to the ``grad`` of their parameters, as a backward does, which runs their
+    hooks. None stands for a gradient that is not there."""
+    with torch.enable_grad(), compat.without_torch_function():
+        shards = connected_shards(parameters)
+        given = [(shard, grad) for shard, grad in zip(shards, gradients, strict=True) if grad is not None]
+        if given:
+            torch.autograd.backward([shard for shard, _ in given], [grad for _, grad in given])
+
+
 # Gradients of what comes out of a node of autograd, and what returns (node, output) that each input came from → those
 # of the inputs.
 Edges: TypeAlias = Callable[[], Sequence[tuple[Any, int]]]

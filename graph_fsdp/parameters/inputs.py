@@ -1,4 +1,4 @@
-"""Tensors in what a model is given, and in what it returns: in another dtype, or on another device."""
+"""Cast or move the tensors in what a model is given, and in what it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dimensions of a training mesh: which ranks share a batch, and which divide a model between them.
+"""The dimensions of a training mesh say which ranks share a batch, and which divide a model between them.
 
 Names and layout are torchtitan's. Ranks of ``tp`` are next to each other, then come those of ``cp``, ``dp_shard``,
 ``dp_replicate``, and the stages of ``pp`` lie outermost, in whatever order the dimensions are given:

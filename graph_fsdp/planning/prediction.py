@@ -16,7 +16,7 @@ from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_har
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
 from graph_fsdp.passes.analysis.memory import shards_on_device
 from graph_fsdp.passes.analysis.optimizers import OPTIMIZERS, optimizer_seconds
-from graph_fsdp.passes.analysis.simulate import Conditions, simulate
+from graph_fsdp.passes.analysis.simulate import Conditions
 from graph_fsdp.passes.pipeline import collector_paused
 from graph_fsdp.planning.allocator import Reserved, StepAllocations, planned_step, replay
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
@@ -55,8 +55,7 @@ class Plan(GraphReport):
         self.expandable_segments = expandable_segments
         self._views = [self.latest(phase) for phase in traced.graphs]
         for view in self._views:
-            if view.graph is not None and view.graph.cost is not None:
-                view.timeline = simulate(view.graph, view.graph.cost, conditions)
+            view.conditions = conditions
         parameters = self.spec.parameters.values()
         self._numel = sum(math.prod(p.shape) for p in parameters)
         trained = [p for p in parameters if p.trainable and "backward" in traced.graphs]

@@ -89,7 +89,7 @@ def _graph_lines(module: fx.GraphModule, names: Names) -> Iterator[str]:
     for node in module.graph.nodes:
         known[node] = f"%{node.name}"
         if node.op == "get_attr":
-            inner = module.get_submodule(str(node.target)) if _is_module(module, str(node.target)) else None
+            inner = dict(module.named_modules()).get(str(node.target))
             if not isinstance(inner, fx.GraphModule):
                 raise Unknown(f"the constant {node.target}")
             yield f"%{node.name} = graph"
@@ -101,10 +101,6 @@ def _graph_lines(module: fx.GraphModule, names: Names) -> Iterator[str]:
             args = tuple(groups.get(a, a) if isinstance(a, str) else a for a in args)
         said = plain((args, dict(node.kwargs)), names, known)
         yield f"%{node.name} = {node.op} {target} {said} {_origin(node, names)}"
-
-
-def _is_module(module: fx.GraphModule, name: str) -> bool:
-    return name in dict(module.named_modules())
 
 
 def _called(node: fx.Node) -> str:

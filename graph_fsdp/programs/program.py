@@ -11,7 +11,7 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes import Graph, PassContext
-from graph_fsdp.passes.ir.agreed_order import Plan
+from graph_fsdp.passes.ir.agreed_order import AgreedPlan
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import mutated_inputs
 from graph_fsdp.passes.ir.graph import Phase
@@ -21,15 +21,9 @@ from graph_fsdp.runtime.regions.kept_keys import cut_with_keys, keys_to_data
 from graph_fsdp.runtime.regions.regions import Step, cut
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Says of the user's outputs what AOTAutograd has to know: ``differentiable`` ones have a gradient."""
-
-    differentiable: tuple[bool, ...]
-
-
-def describe_outputs(dynamo: fx.Graph, traced: fx.Graph, inputs: int, forward_outputs: int) -> Outputs:
-    """Describe the outputs of a graph of Dynamo's that AOTAutograd has ``traced``: a joint graph or one of inference.
+def differentiable_outputs(dynamo: fx.Graph, traced: fx.Graph, inputs: int, forward_outputs: int) -> tuple[bool, ...]:
+    """Say of each output of a graph of Dynamo's whether it has a gradient. ``traced``: what AOTAutograd has made of the
+    graph, a joint graph or one of inference.
 
     Raises:
         NotPortable: AOTAutograd does more around the graph than to run it: an input is written, an output is a view.
@@ -43,7 +37,7 @@ def describe_outputs(dynamo: fx.Graph, traced: fx.Graph, inputs: int, forward_ou
     if forward_outputs != len(values):
         raise NotPortable("it writes to its inputs, or returns views of what it computes")
     nodes = list(traced.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
+    placeholders = traced.find_nodes(op="placeholder")
     outputs = operands(traced.output_node())[:forward_outputs]
     if any(source.op == "placeholder" for node in nodes for source in mutated_inputs(node)):
         raise NotPortable("it writes to its inputs")
@@ -57,28 +51,29 @@ def describe_outputs(dynamo: fx.Graph, traced: fx.Graph, inputs: int, forward_ou
     tangents = len(placeholders) - inputs
     if tangents not in (0, sum(differentiable)):
         raise NotPortable("it has other gradients than those of its outputs")
-    return Outputs(differentiable)
+    return differentiable
 
 
 @dataclass
 class KeptProgram:
     """Holds the ``graphs`` after all passes, forward and backward or that of inference, which are all for one start.
 
-    ``kind``: of the graphs, by which ranks have a plan in common; ``plan``: that they keep to. ``absent``: of the
-    backward's ``AbsentGradients`` the tangents and parameters. ``stages``: per phase, the name, summary and number of
-    nodes of each. ``cuts``: of graphs that run in regions, once it was written or read; these have their keys.
+    ``kind``: of the graphs, by which ranks have a plan in common; ``plan``: that they keep to. ``differentiable``: of
+    each output of the user's, whether it has a gradient. ``absent``: of the backward's ``AbsentGradients`` the tangents
+    and parameters. ``stages``: per phase, the name, summary and number of nodes of each. ``cuts``: of graphs that run
+    in regions, once it was written or read; these have their keys.
     """
 
     graphs: list[Graph]
     kind: str
-    plan: Plan
-    outputs: Outputs
+    plan: AgreedPlan
+    differentiable: tuple[bool, ...]
     absent: tuple[dict[int, int], dict[int, str]] | None
     stages: dict[Phase, list[tuple[str, str | None, int]]]
     cuts: dict[fx.Graph, list[Step]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graphs: list[Graph], kind: str, outputs: Outputs, context: PassContext) -> KeptProgram:
+    def of(cls, graphs: list[Graph], kind: str, differentiable: tuple[bool, ...], context: PassContext) -> KeptProgram:
         absent = graphs[-1].absent
         found = None if absent is None else (dict(absent.tangents), dict(absent.parameters))
         stages: dict[Phase, list[tuple[str, str | None, int]]] = {
@@ -86,15 +81,15 @@ class KeptProgram:
             for phase, found in context.stages.items()
             if phase != "capture"
         }
-        plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
-        return cls(graphs, kind, plan, outputs, found, stages)
+        plan = AgreedPlan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
+        return cls(graphs, kind, plan, differentiable, found, stages)
 
     def to_data(self, names: Names, whole: bool) -> dict[str, Any]:
         """Return what ``json.dumps`` takes; with ``whole``, nothing is cut into regions. Raises NotPortable."""
         return {
             "kind": self.kind,
             "plan": self.plan.to_json(),
-            "differentiable": list(self.outputs.differentiable),
+            "differentiable": list(self.differentiable),
             "absent": None if self.absent is None else [list(map(list, part.items())) for part in self.absent],
             "stages": {phase: list(map(list, found)) for phase, found in self.stages.items()},
             "graphs": [to_data(graph, names) for graph in self.graphs],
@@ -118,16 +113,12 @@ class KeptProgram:
         return cls(
             graphs,
             data["kind"],
-            Plan.from_json(data["plan"]),
-            Outputs(tuple(data["differentiable"])),
+            AgreedPlan.from_json(data["plan"]),
+            tuple(data["differentiable"]),
             None if absent is None else (dict(absent[0]), dict(absent[1])),
             stages,
             cuts,
         )
-
-    def has(self, plan: Plan) -> bool:
-        """Say whether the graphs are those of a plan."""
-        return plan.collectives == self.plan.collectives and plan.kept == self.plan.kept
 
     @property
     def tangents(self) -> list[fx.Node]:

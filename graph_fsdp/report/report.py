@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import tempfile
@@ -21,13 +20,13 @@ from graph_fsdp.engine.recompilation import FIRST_CALL, Cause
 from graph_fsdp.passes.analysis.kernels import packet
 from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.analysis.optimizers import Stepping
-from graph_fsdp.passes.analysis.simulate import Timeline, seconds_beside, simulate
+from graph_fsdp.passes.analysis.simulate import Conditions, Timeline, seconds_beside, simulate
 from graph_fsdp.passes.context import PassError, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
 from graph_fsdp.passes.ir.layout import copies, quantized_sends
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.passes.ir.stage import Stage
+from graph_fsdp.passes.ir.stage import GraphStage
 from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
 from graph_fsdp.report import text as report_text
 from graph_fsdp.report.data import BucketRow, bucket_rows, graph_data, report_data, stage_diff
@@ -46,7 +45,7 @@ class GraphView(report_text.Printed):
     """Shows one graph of a capture: its stages by pass name, its buckets and their slots, the program that runs it, and
     the bytes that it is predicted to hold."""
 
-    def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
+    def __init__(self, phase: Phase, stages: dict[str, GraphStage]) -> None:
         self.phase = phase
         self.stages = stages
         self.graph: Graph | None = None  # after all passes
@@ -54,6 +53,8 @@ class GraphView(report_text.Printed):
         self.whole = False  # compiled in one piece: buffers are the compiler's, and nothing predicts their bytes
         self.predict_memory: Callable[[], MemoryProfile] | None = None
         self._memory: MemoryProfile | None = None
+        self.conditions: Conditions | None = None  # under which the timeline is predicted
+        self._timeline: Timeline | None = None
         self.cuda_graphs: ProgramGraphs | None = None  # which regions are, and what became of the runs
         self.hlo_of: Callable[[], Any] | None = None  # where XLA runs it
         self.xla_compilations: Sequence[Any] = ()  # of it by XLA, each with its cause and seconds
@@ -83,11 +84,12 @@ class GraphView(report_text.Printed):
         """Return the bytes that packing and unpacking for its collectives reads and writes in a run."""
         return sum(copies(self.graph)) if self.graph is not None else 0
 
-    @functools.cached_property
+    @property
     def timeline(self) -> Timeline | None:
         """Predict when the graph's collectives run and what is exposed of them; None without a cost model."""
-        cost = self.graph.cost if self.graph is not None else None
-        return simulate(self.graph, cost) if self.graph is not None and cost is not None else None
+        if self._timeline is None and self.graph is not None and self.graph.cost is not None:
+            self._timeline = simulate(self.graph, self.graph.cost, self.conditions)
+        return self._timeline
 
     def scheduled(self) -> ScheduledGraph:
         """Return the graph with what is predicted of it. Raises LookupError without a cost model."""
@@ -173,7 +175,7 @@ class CapturedGraph:
     index: int
     spec: ModelSpec
     cause: Cause = FIRST_CALL
-    stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
+    stages: dict[Phase, dict[str, GraphStage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     remake: Any = None  # what makes the stages of a program that was found (``engine/kept.py``); None: they are here
 
     def __post_init__(self) -> None:

@@ -87,7 +87,7 @@ def report_parts(data: Data) -> Iterator[RenderableType]:
         else:
             passes = (f"{graph['phase']} graph after {', '.join(graph['passes'])}" for graph in capture["graphs"])
             yield from map(Text, ["", *passes])
-    if data.get("step"):  # a file of before has none
+    if data.get("step"):  # files that an earlier version has written have none
         yield from map(Text, ["", *data["step"]])
 
 

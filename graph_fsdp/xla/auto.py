@@ -90,9 +90,10 @@ class GlobalEngine(XlaEngine):
         self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
     ) -> None:
         super()._substitute_shards(module, inputs, parameters, context)
-        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         given = context.inputs
-        given.batch = frozenset(n for n in placeholders if n not in given.shards and self._is_batch(n))
+        given.batch = frozenset(
+            n for n in module.graph.find_nodes(op="placeholder") if n not in given.shards and self._is_batch(n)
+        )
         if not given.batch:
             assert self._call is not None
             self.tell_unsharded(self._call.function, self._call.args, self._call.kwargs)

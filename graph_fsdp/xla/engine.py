@@ -143,9 +143,7 @@ class LocalEngine(XlaEngine):
     def _describe_inputs(self, module: fx.GraphModule) -> _Capture:
         inputs: list[Crossing | None] = []
         assert self._views is not None
-        for node in module.graph.nodes:
-            if node.op != "placeholder":
-                continue
+        for node in module.graph.find_nodes(op="placeholder"):
             example = getattr(node.meta.get("grapharg"), "example", None)
             parameter = self.storage.by_placeholder.get(id(example))
             if parameter is not None:
@@ -246,7 +244,7 @@ def _check_whole(node: fx.Node, example: Tensor, views: LocalViews) -> None:
 
 def _clone_outputs(module: fx.GraphModule) -> None:
     """Return clones from the graph: AOTAutograd would take views of inputs outside, where they have other shapes."""
-    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    output = module.graph.output_node()
     clones: dict[fx.Node, fx.Node] = {}
     for value in output.all_input_nodes:
         if isinstance(value.meta.get("example_value"), Tensor):

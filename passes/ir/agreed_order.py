@@ -20,15 +20,15 @@ from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
 
-Sequence = list[tuple[str, str]]  # (role of the start, bucket), in the order in which they start
+Starts = list[tuple[str, str]]  # (role of the start, bucket), in the order in which they start
 
 
 @dataclass
-class Plan:
+class AgreedPlan:
     """Holds the decisions for one kind of graph: the order of ``collectives`` per phase, and the buckets that stay
     ``kept`` from forward to backward, None before the reshard pass has decided."""
 
-    collectives: dict[Phase, Sequence] = field(default_factory=dict)
+    collectives: dict[Phase, Starts] = field(default_factory=dict)
     kept: list[str] | None = None
 
     def keep(self, graph: Graph) -> bool:
@@ -71,7 +71,7 @@ class Plan:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> AgreedPlan:
         value = json.loads(text)
         collectives = {phase: [(k, b) for k, b in entries] for phase, entries in value["collectives"].items()}
         return cls(collectives, value["kept"])

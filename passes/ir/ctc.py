@@ -1,4 +1,4 @@
-"""``ctc_loss`` as one operator: torch's saves for its backward what has no shape that a graph could know.
+"""``ctc_loss`` is one operator here: torch's saves for its backward what has no shape that a graph could know.
 
 | operator | meaning |
 |---|---|
@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,7 +76,6 @@ torch.library.register_autograd(ctc_loss, _backward, setup_context=_setup_contex
 
 
 def _reduced(
-    as_tensor: Callable[[Any], Tensor],
     log_probs: Tensor,
     targets: Tensor,
     input_lengths: Any,
@@ -86,20 +84,20 @@ def _reduced(
     reduction: int = _MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Stand for ``aten.ctc_loss``, whose lengths ``as_tensor`` makes tensors."""
-    inputs, goals = as_tensor(input_lengths), as_tensor(target_lengths)
+    """Stand for ``aten.ctc_loss``, whose lengths are a tensor each, or lists of numbers."""
+    inputs, goals = map(_as_tensor, (input_lengths, target_lengths))
     loss: Tensor = ctc_loss(log_probs, targets, inputs, goals, blank, zero_infinity)
     if reduction == _NONE:
         return loss
     return (loss / goals.to(loss).clamp_min(1)).mean() if reduction == _MEAN else loss.sum()
 
 
-def _lengths(given: Sequence[int]) -> Tensor:
-    return torch.tensor(given, dtype=torch.int64)
+def _as_tensor(lengths: Tensor | Sequence[int]) -> Tensor:
+    return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=torch.int64)
 
 
 # What is traced in place of an operator of torch.
 TRACED: dict[compat.OpOverload[..., Any], Callable[..., Any]] = {
-    aten.ctc_loss.Tensor: functools.partial(_reduced, lambda lengths: lengths),
-    aten.ctc_loss.IntList: functools.partial(_reduced, _lengths),
+    aten.ctc_loss.Tensor: _reduced,
+    aten.ctc_loss.IntList: _reduced,
 }

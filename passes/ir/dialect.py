@@ -124,7 +124,7 @@ def has_role(node: fx.Node, *roles: Role) -> bool:
 
 def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
     """Give a node its record, and return the node."""
-    node.meta["fsdp"] = value
+    node.meta[RECORD] = value
     return node
 
 

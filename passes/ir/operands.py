@@ -26,17 +26,17 @@ def define(
     return defined
 
 
-def operand(node: fx.Node, index: int = 0) -> fx.Node:
-    """Return an argument that is a tensor."""
-    found = node.args[index]
-    assert isinstance(found, fx.Node), f"argument {index} of {node} is {found!r}"
+def operand(node: fx.Node) -> fx.Node:
+    """Return the first argument, a tensor."""
+    found = node.args[0]
+    assert isinstance(found, fx.Node), f"the first argument of {node} is {found!r}"
     return found
 
 
-def operands(node: fx.Node, index: int = 0) -> list[Any]:
-    """Return an argument that is a list: of tensors, numbers, or of the values of a graph's output."""
-    found = node.args[index]
-    assert isinstance(found, (list, tuple)), f"argument {index} of {node} is {found!r}"
+def operands(node: fx.Node) -> list[Any]:
+    """Return the first argument, a list: of tensors, numbers, or of the values of a graph's output."""
+    found = node.args[0]
+    assert isinstance(found, (list, tuple)), f"the first argument of {node} is {found!r}"
     return list(found)
 
 

@@ -27,7 +27,6 @@ from graph_fsdp.passes.ir.operands import by_name
 
 # Of operators that have one meaning in all processes.
 NAMESPACES = frozenset({"aten", "prims", "graph_fsdp", "_c10d_functional"})
-_PYTHON = {"getitem": operator.getitem}
 # What a node says of where it comes from that no later step reads.
 _LEFT_OUT = frozenset(
     {"tensor_meta", "desc", "from_node", "source_fn_stack", "fwd_source_fn_stack", "output_stack_traces"}
@@ -88,8 +87,8 @@ def operator_name(target: Any) -> str:
 
 def operator_of(name: str) -> Any:
     """Return the operator of a name that ``operator_name`` gave. Raises ValueError for any other."""
-    if name in _PYTHON:
-        return _PYTHON[name]
+    if name == "getitem":
+        return operator.getitem
     namespace, packet, overload = name.split(".")
     if namespace not in NAMESPACES:
         raise ValueError(f"{name!r} is no operator of torch's or of this package")

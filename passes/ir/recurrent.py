@@ -1,4 +1,4 @@
-"""Recurrent layers (``nn.LSTM``, ``nn.GRU``, ``nn.RNN``) as one operator each, whatever the length of the sequence.
+"""Recurrent layers (``nn.LSTM``, ``nn.GRU``, ``nn.RNN``) are one operator each, whatever the length of the sequence.
 
 torch traces them step by step: a graph, and the time to compile it, grow with the length, each length has a graph of
 its own, and the dropout between layers is left out (``num_layers < i - 1`` in ``torch._decomp``). ``recurrent_layer``
@@ -31,6 +31,7 @@ from graph_fsdp.passes.ir.operands import define
 aten = torch.ops.aten
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
+_TAG = torch.Tag.flexible_layout  # without it nodes keep values of eager mode, and programs are not kept
 _LAYER = (
     "str kind, Tensor input, Tensor? batch_sizes, Tensor[] state, Tensor[] weights, bool biases, bool bidirectional"
 )
@@ -100,14 +101,14 @@ recurrent_layer = define(
     _LIBRARY,
     f"recurrent_layer({_LAYER}, bool train) -> (Tensor, Tensor, Tensor)",
     _fake_layer,
-    torch.Tag.flexible_layout,  # without it nodes keep values of eager mode, and programs are not kept
+    _TAG,
     CompositeExplicitAutograd=_run_layer,
 )
 recurrent_layer_backward = define(
     _LIBRARY,
     f"recurrent_layer_backward(Tensor[] grads, bool[] needed, {_LAYER}) -> Tensor[]",
     _fake_backward,
-    torch.Tag.flexible_layout,  # without it nodes keep values of eager mode, and programs are not kept
+    _TAG,
     CompositeExplicitAutograd=_run_backward,
 )
 

@@ -1,4 +1,4 @@
-"""What is traced as one operator of ours in place of an operator of torch."""
+"""An operator of ours is traced in place of each of these operators of torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Collectives on process groups, and copies between devices."""
+"""Collectives run on process groups here, and copies go between devices."""

@@ -68,7 +68,7 @@ class Pending:
     finish: Callable[[], None]
 
 
-class Gather:
+class AllGather:
     """Holds what is the same in every gather of a bucket, of ``shards`` like these; the other arguments are those of
     ``start_all_gather``."""
 
@@ -159,7 +159,7 @@ def start_all_gather(
     """Gather ``shards`` (each rank's padded chunks) of a bucket into a flat, parameter-major buffer of ``dtype``, which
     ``take`` allocates, and ``take_landing`` what has to be unpacked, which is given to ``release`` in the end. ``comm``
     gathers in one message, in memory of its own, which is unpacked whole."""
-    return Gather(shards, layout, dtype, group).start(shards, **given)
+    return AllGather(shards, layout, dtype, group).start(shards, **given)
 
 
 def _sendable(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Collectives under way, and the streams that collectives and copies run on.
+"""Collectives and copies run on streams of their own, and those under way hold their tensors.
 
 [Note: streams of collectives]
 With ``async_op=True`` a process group runs a collective on a stream of its own, of normal priority, where it waits for

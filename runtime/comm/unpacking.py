@@ -1,4 +1,4 @@
-"""Pieces of the buffers that messages land in, which are made once, and what is unpacked from one to the other."""
+"""Messages are unpacked from the buffers that they land in, by views of these that are made once."""
 
 from __future__ import annotations
 

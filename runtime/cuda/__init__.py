@@ -1,1 +1,1 @@
-"""CUDA graphs of compute regions."""
+"""CUDA graphs of compute regions are captured and replayed here."""

@@ -167,6 +167,12 @@ def read_all(store: dist.Store, names: list[str]) -> list[str]:
     return [read(store, name) for name in names]
 
 
+def delete(store: dist.Store, name: str) -> None:
+    """Delete what is published under ``name``, unless the store keeps everything."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        store.delete_key(name)
+
+
 def prefix_of(ranks: Sequence[int], key: str) -> str:
     names = [str(rank) for rank in ranks]
     return f"graph_fsdp/{'-'.join(names) if len(names) < 64 else digest(names)}/{key}"

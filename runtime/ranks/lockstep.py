@@ -147,7 +147,7 @@ class Lockstep(Lookout):
         """Withdraw what ``compiling`` announced, if it did: a later process group may have the same store."""
         if self._compiling_since:
             self._compiling_since = 0.0
-            self._delete(f"{self._base}compiling{self._compiled - 1}")
+            agreement.delete(self.store, f"{self._base}compiling{self._compiled - 1}")
 
     def check_refused(self, *, is_late: bool = True) -> None:
         """Raise RankDisagreement if another rank runs a program here, while this one waits to compile, RankFailure if
@@ -229,7 +229,7 @@ class Lockstep(Lookout):
             raise
         finally:
             self._compared = position
-        self._delete(f"{self._prefix(position)}/{me}")
+        agreement.delete(self.store, f"{self._prefix(position)}/{me}")
         self._raise_verdict(verdict)
         if self._stopped:
             self.failures.withdraw()
@@ -239,7 +239,7 @@ class Lockstep(Lookout):
         different programs. Called on the last one to come."""
         if self._compared >= 0:  # everyone has read that one
             for name in ("arrived", "verdict"):
-                self._delete(f"{self._prefix(self._compared)}/{name}")
+                agreement.delete(self.store, f"{self._prefix(self._compared)}/{name}")
         values = {rank: value.partition("\n") for rank, value in published.items()}
         first = self.ranks[0]
         key, _, stopped = values[first]
@@ -253,10 +253,6 @@ class Lockstep(Lookout):
         elif different:
             text = f"{self._difference(different, values[different[0]][0], different[0], key, first)}; {ADVICE}"
         return json.dumps([not elsewhere, text])
-
-    def _delete(self, name: str) -> None:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything
-            self.store.delete_key(name)
 
 
 def _ends(past: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -186,7 +186,7 @@ class XlaProgram(WholeProgram):
         found: list[int | Tensor] = [place_of.get(tensor_id, value) for tensor_id, value in sources]
         read = {place for place in found if isinstance(place, int)}
         constants = [value for value in found if isinstance(value, Tensor)]
-        placeholders = [node for node in self.lowered.module.graph.nodes if node.op == "placeholder"]
+        placeholders = self.lowered.module.graph.find_nodes(op="placeholder")
         for i, node in enumerate(placeholders):
             if node.users and i not in read and any(_is_like(value, fresh[i]) for value in constants):
                 raise BakedInputError(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mutants import Mutant, wrong
 
-GATHER = "runtime.comm.collectives:Gather.start"
+GATHER = "runtime.comm.collectives:AllGather.start"
 REDUCTION = "runtime.comm.collectives:_reduction"
 REDUCE = "runtime.comm.collectives:ReduceScatter"
 QUANTIZED = "runtime.comm.quantized:QuantizedReduceScatter"

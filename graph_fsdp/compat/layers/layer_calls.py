@@ -1,4 +1,4 @@
-"""What a call of a layer is given, under which conditions it is traced, and what that adds to the graph."""
+"""A call of a layer is known by what it is given, its conditions, and what it adds to the graph."""
 
 from __future__ import annotations
 

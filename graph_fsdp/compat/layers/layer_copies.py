@@ -1,4 +1,4 @@
-"""Copies of what Dynamo has traced of one layer, for another one."""
+"""What Dynamo has traced of one layer is copied for another one."""
 
 from __future__ import annotations
 

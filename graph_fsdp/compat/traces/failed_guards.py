@@ -1,4 +1,4 @@
-"""Why Dynamo traces again: the guards of earlier graphs that failed."""
+"""Find out why Dynamo traces again: which guards of earlier graphs have failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward may do that torch traces otherwise than it should, or would not say that it has traced."""
+"""Change what torch traces in a forward otherwise than it should, and read what it would not tell of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The minimum cut that torch's partitioner asks networkx for, found on the part of the graph that it may divide."""
+"""Find the minimum cut that torch's partitioner asks networkx for, on the part of the graph that it may divide."""
 
 from __future__ import annotations
 

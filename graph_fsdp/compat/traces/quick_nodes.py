@@ -1,4 +1,4 @@
-"""What an FX node says of itself, without a copy or a property."""
+"""Read what an FX node says of itself, without a copy or a property."""
 
 from __future__ import annotations
 
