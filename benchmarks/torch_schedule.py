@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-from graph_fsdp.passes import CostModel, Graph, GraphStage, Role, Timeline, simulate
+from graph_fsdp.passes import CostModel, Graph, Role, Stage, Timeline, simulate
 from graph_fsdp.passes.analysis import kernels
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, set_record
@@ -52,7 +52,7 @@ class Scheduled:
         return simulate(self.graph, _WithoutPacking(cost, self.packing))
 
 
-def schedule_by_torch(stage: GraphStage, cost: CostModel, world_size: int, **options: Any) -> Scheduled:
+def schedule_by_torch(stage: Stage, cost: CostModel, world_size: int, **options: Any) -> Scheduled:
     """The graph of a stage before the bucket pass, scheduled by torch with our cost model's seconds.
 
     ``options`` are those of ``schedule_overlap_bucketing``; torchtitan sets ``collective_bucketing=True``.

@@ -11,7 +11,7 @@ from graph_fsdp.passes.context import GraphPass, PassContext, PassError, Pipelin
 from graph_fsdp.passes.ir.agreed_order import AgreedPlan
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.graph import BucketNodes, Gather, Graph, Phase, Reduction
-from graph_fsdp.passes.ir.stage import GraphStage
+from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.pipeline import PassPipeline, Profiled
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
 from graph_fsdp.passes.transforms.arrange import BucketSize, Messages
@@ -42,7 +42,6 @@ __all__ = [
     "Gather",
     "Graph",
     "GraphPass",
-    "GraphStage",
     "GroupShape",
     "Hardware",
     "InsertGathers",
@@ -63,6 +62,7 @@ __all__ = [
     "Role",
     "SaveBases",
     "SlotTable",
+    "Stage",
     "TagRecompute",
     "Timeline",
     "VerificationError",

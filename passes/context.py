@@ -16,7 +16,7 @@ from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.ir.stage import GraphStage
+from graph_fsdp.passes.ir.stage import Stage
 
 
 class PipelineError(ValueError):
@@ -131,7 +131,7 @@ class PassContext:
     sharing: Sharing = field(default_factory=Sharing)
     budget: int | None = None
     graphs: dict[Phase, Graph] = field(default_factory=dict)
-    stages: dict[Phase, dict[str, GraphStage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
+    stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
 
     @property
     def facts(self) -> dict[Phase, frozenset[str]]:

@@ -18,7 +18,7 @@ from graph_fsdp.passes.analysis.hardware import Hardware
 from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError, VerificationError, strings_of
 from graph_fsdp.passes.ir.graph import GIVEN, PHASES, Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.passes.ir.stage import GraphStage, Snapshot, readable
+from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
 from graph_fsdp.passes.verify.verify import Verifier
 
 
@@ -230,17 +230,17 @@ class PassPipeline:
 
 def add_stage(
     graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None, text: str | None = None
-) -> GraphStage:
+) -> Stage:
     return _add(_stage(graph, context, name, seconds, summary, text), graph, context)
 
 
 def _stage(
     graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None, text: str | None = None
-) -> GraphStage:
+) -> Stage:
     begin = time.perf_counter()
     snapshot = Snapshot(graph.fx_graph, _latest(graph, context))
     taken = time.perf_counter() - begin
-    return GraphStage(name, graph.phase, snapshot, graph.module, seconds, summary, snapshot_seconds=taken, text=text)
+    return Stage(name, graph.phase, snapshot, graph.module, seconds, summary, snapshot_seconds=taken, text=text)
 
 
 def _latest(graph: Graph, context: PassContext) -> Snapshot | None:
@@ -248,7 +248,7 @@ def _latest(graph: Graph, context: PassContext) -> Snapshot | None:
     return stages[next(reversed(stages))].snapshot if stages else None
 
 
-def _add(stage: GraphStage, graph: Graph, context: PassContext) -> GraphStage:
+def _add(stage: Stage, graph: Graph, context: PassContext) -> Stage:
     context.stages[graph.phase][stage.name] = stage
     stage.log()
     return stage

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import graph_fsdp
 from graph_fsdp.passes.ir.dialect import record
 from graph_fsdp.passes.ir.effects import is_view
-from graph_fsdp.passes.ir.stage import GraphStage
+from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.report.provenance import module_name, source_line
 from graph_fsdp.report.report import GraphReport
 
@@ -64,14 +64,14 @@ def report(request: pytest.FixtureRequest) -> GraphReport:
         return graph_fsdp.inspect(model)
 
 
-def computed(stage: GraphStage) -> Iterator[fx.Node]:
+def computed(stage: Stage) -> Iterator[fx.Node]:
     """What is neither input, output, nor of the dialect."""
     for node in stage.graph.nodes:
         if node.op == "call_function" and record(node) is None and not str(node.target).startswith("graph_fsdp."):
             yield node
 
 
-def first_stages(report: GraphReport) -> Iterator[tuple[str, GraphStage]]:
+def first_stages(report: GraphReport) -> Iterator[tuple[str, Stage]]:
     """The graphs before passes put anything into them."""
     for view in (report.capture, report.joint, report.forward, report.backward):
         stage = next(iter(view.stages.values()))

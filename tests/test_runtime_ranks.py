@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import graph_fsdp
-from graph_fsdp.passes import GraphStage, Role
+from graph_fsdp.passes import Role, Stage
 from graph_fsdp.passes.ir.dialect import (
     all_gather_start,
     all_gather_wait,
@@ -160,7 +160,7 @@ def several_collectives_may_be_under_way() -> None:
 # Printed stages are programs
 
 
-def execute(stage: GraphStage, inputs: list[Tensor]) -> list[Tensor | None]:
+def execute(stage: Stage, inputs: list[Tensor]) -> list[Tensor | None]:
     """Run a stage's text as the module that it is."""
     namespace: dict[str, Callable[..., list[Tensor | None]]] = {}
     exec(stage.code, namespace)
@@ -168,7 +168,7 @@ def execute(stage: GraphStage, inputs: list[Tensor]) -> list[Tensor | None]:
         return list(namespace["forward"](*inputs))
 
 
-def inputs_of(stage: GraphStage) -> list[str]:
+def inputs_of(stage: Stage) -> list[str]:
     """For each input the parameter whose shard it is, or ""."""
     placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
     return [node.meta["fsdp"].params[0] if has_role(node, Role.SHARD) else "" for node in placeholders]

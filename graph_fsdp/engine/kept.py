@@ -35,7 +35,7 @@ from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.portable import Names, NotPortable
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.passes.ir.stage import GraphStage, Snapshot, readable
+from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
 from graph_fsdp.passes.ir.traced import TRACED
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.trace import call, called
@@ -208,7 +208,7 @@ class KeptTrace(AotTrace):
         for phase, stages in self.program.stages.items():
             for name, summary, nodes in stages:
                 snapshot: Any = Remade(self.captured, phase, name, nodes)
-                context.stages[phase][name] = GraphStage(name, phase, snapshot, graphs[0].module, 0.0, summary)
+                context.stages[phase][name] = Stage(name, phase, snapshot, graphs[0].module, 0.0, summary)
 
 
 @dataclass
@@ -277,7 +277,7 @@ class Remade:
         last = self.captured.views[self.phase].graph
         if last is not None and self.name == next(reversed(self.captured.stages[self.phase])):
             return Snapshot(last.fx_graph).copy()
-        made: GraphStage = self.captured.remake.stage(self.captured, self.phase, self.name)
+        made: Stage = self.captured.remake.stage(self.captured, self.phase, self.name)
         return made.graph
 
 
@@ -321,7 +321,7 @@ class Remake:
         engine = _EngineOfTrace(owner.through_aot_autograd.__func__, *shared, KeptGradients())
         return cls(engine, trace.context, trace.program.plan, trace.entry, own, inputs, mode, grad)
 
-    def stage(self, captured: CapturedGraph, phase: Any, name: str) -> GraphStage:
+    def stage(self, captured: CapturedGraph, phase: Any, name: str) -> Stage:
         if self.made is None:
             self.made = self._run(captured, name)
         return self.made.stages[phase][name]

@@ -26,7 +26,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
 from graph_fsdp.passes.ir.layout import copies, quantized_sends
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.passes.ir.stage import GraphStage
+from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
 from graph_fsdp.report import text as report_text
 from graph_fsdp.report.data import BucketRow, bucket_rows, graph_data, report_data, stage_diff
@@ -45,7 +45,7 @@ class GraphView(report_text.Printed):
     """Shows one graph of a capture: its stages by pass name, its buckets and their slots, the program that runs it, and
     the bytes that it is predicted to hold."""
 
-    def __init__(self, phase: Phase, stages: dict[str, GraphStage]) -> None:
+    def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
         self.stages = stages
         self.graph: Graph | None = None  # after all passes
@@ -175,7 +175,7 @@ class CapturedGraph:
     index: int
     spec: ModelSpec
     cause: Cause = FIRST_CALL
-    stages: dict[Phase, dict[str, GraphStage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
+    stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     remake: Any = None  # what makes the stages of a program that was found (``engine/kept.py``); None: they are here
 
     def __post_init__(self) -> None:

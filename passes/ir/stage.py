@@ -87,7 +87,7 @@ def _is_equal(meta: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 @dataclass
-class GraphStage:
+class Stage:
     """Says what one pass made of a graph.
 
     ``code`` is a Python module with one function ``forward`` that takes the graph's inputs (local shards, activations,
@@ -136,7 +136,7 @@ class GraphStage:
             compat.trace_artifact(f"graph_fsdp_{self.phase}_{self.name}", lambda: self.code)
 
     def __repr__(self) -> str:
-        return f"GraphStage({self.name!r}, {self.phase}, {len(self.snapshot)} nodes)"
+        return f"Stage({self.name!r}, {self.phase}, {len(self.snapshot)} nodes)"
 
 
 def readable(graph: fx.Graph) -> str:
