@@ -8,7 +8,7 @@ from graph_fsdp.passes.analysis.hardware import HARDWARE, Hardware, Link, detect
 from graph_fsdp.passes.analysis.memory import MemoryProfile, memory_profile
 from graph_fsdp.passes.analysis.simulate import Timeline, simulate
 from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError, VerificationError
-from graph_fsdp.passes.ir.agreed_order import AgreedPlan
+from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.graph import BucketNodes, Gather, Graph, Phase, Reduction
 from graph_fsdp.passes.ir.stage import Stage
@@ -29,7 +29,6 @@ from graph_fsdp.passes.transforms.slots import AssignSlots, Free, SlotTable
 __all__ = [
     "HARDWARE",
     "ActivationCheckpointing",
-    "AgreedPlan",
     "Annotate",
     "AssignSlots",
     "Bucket",
@@ -56,6 +55,7 @@ __all__ = [
     "PassPipeline",
     "Phase",
     "PipelineError",
+    "Plan",
     "Prefetch",
     "Reduction",
     "Reshard",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import fx, nn
 
 from graph_fsdp.passes.analysis.cost import CostModel
-from graph_fsdp.passes.ir.agreed_order import AgreedPlan
+from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import record
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
@@ -123,7 +123,7 @@ class PassContext:
 
     model: ModelSpec
     reshard_after_forward: bool | Literal["auto"] | None = None
-    plan: AgreedPlan = field(default_factory=AgreedPlan)
+    plan: Plan = field(default_factory=Plan)
     cost: CostModel | None = None
     settings: Settings = field(default_factory=Settings)
     inputs: CaptureInputs = field(default_factory=CaptureInputs)

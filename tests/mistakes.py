@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp import VerificationError
-from graph_fsdp.passes import AgreedPlan, Graph, GraphPass, PassContext, PassPipeline, Role, default_pipeline
+from graph_fsdp.passes import Graph, GraphPass, PassContext, PassPipeline, Plan, Role, default_pipeline
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.report.report import engine_of
 
@@ -124,7 +124,7 @@ def _copy_of_context(context: PassContext) -> PassContext:
     values = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
     copies = {name: copy.copy(value) for name, value in values.items() if isinstance(value, (dict, list))}
     copies["stages"] = {phase: dict(stages) for phase, stages in context.stages.items()}
-    return dataclasses.replace(context, **copies, plan=AgreedPlan())
+    return dataclasses.replace(context, **copies, plan=Plan())
 
 
 @functools.cache

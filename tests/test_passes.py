@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graph_fsdp
-from graph_fsdp.passes import AgreedPlan, Graph, JustInTime, PassContext, Prefetch
+from graph_fsdp.passes import Graph, JustInTime, PassContext, Plan, Prefetch
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap, mutated_inputs
@@ -180,7 +180,7 @@ def test_prefetch_starts_the_next_gather_when_this_one_has_arrived() -> None:
 def test_prefetch_keeps_the_order_of_the_plan_in_a_recompiled_graph_that_uses_units_in_another() -> None:
     graph = two_gathers("b", "a")
     planned = [("gather_start", "a"), ("gather_start", "b")]
-    Prefetch(1).run(graph, PassContext(spec_of("a", "b"), plan=AgreedPlan({"forward": planned})))
+    Prefetch(1).run(graph, PassContext(spec_of("a", "b"), plan=Plan({"forward": planned})))
     assert graph.collectives == planned
 
 
@@ -268,7 +268,7 @@ def test_a_reduction_starts_behind_the_pointwise_operators_that_follow_its_gradi
 def test_a_gather_moves_up_to_keep_the_plan() -> None:
     graph = gathers_and_reductions()
     planned = [("gather_start", "b"), ("gather_start", "a"), ("reduce_start", "b"), ("reduce_start", "a")]
-    assert AgreedPlan({graph.phase: planned}).keep(graph)
+    assert Plan({graph.phase: planned}).keep(graph)
     assert graph.collectives == planned
     assert "grad_b gather_a reduce_b reduced_b full_a grad_a reduce_a reduced_a" in names(graph)
 
@@ -279,7 +279,7 @@ def test_a_gather_moves_down_to_keep_the_plan_as_far_as_its_wait() -> None:
     graph.placeholders[-1].append(start)
     planned = [("gather_start", "b"), ("reduce_start", "b"), ("gather_start", "a"), ("reduce_start", "a")]
     assert graph.collectives != planned
-    assert AgreedPlan({graph.phase: planned}).keep(graph)
+    assert Plan({graph.phase: planned}).keep(graph)
     assert "grad_b reduce_b gather_a reduced_b full_a grad_a reduce_a reduced_a" in names(graph)
 
 
@@ -293,13 +293,13 @@ def test_a_gather_moves_down_to_keep_the_plan_as_far_as_its_wait() -> None:
 def test_a_graph_that_cannot_keep_the_plan_is_left_as_it_is(planned: list[tuple[str, str]]) -> None:
     graph = gathers_and_reductions()
     before = names(graph)
-    assert not AgreedPlan({graph.phase: planned}).keep(graph)
+    assert not Plan({graph.phase: planned}).keep(graph)
     assert names(graph) == before
 
 
 def test_a_plan_survives_its_text() -> None:
-    plan = AgreedPlan({"forward": [("gather_start", "a")], "backward": [("reduce_start", "a")]}, ["a"])
-    assert AgreedPlan.from_json(plan.to_json()) == plan
+    plan = Plan({"forward": [("gather_start", "a")], "backward": [("reduce_start", "a")]}, ["a"])
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graph_fsdp
 from graph_fsdp import UnsupportedError
 from graph_fsdp.compat.traces.joint_traces import FOLLOWING
-from graph_fsdp.passes import AgreedPlan, default_pipeline
+from graph_fsdp.passes import Plan, default_pipeline
 from graph_fsdp.passes.ir.portable import Names
 from graph_fsdp.programs.folder import Folder
 from graph_fsdp.report.report import GraphReport, engine_of
@@ -214,7 +214,7 @@ def test_ranks_with_another_plan_do_not_run_the_kept_program(folder: Path, caplo
     torch.manual_seed(0)
     model = graph_fsdp.compile(MLP(DEPTH), backend="eager", programs=folder)
     program = json.loads(next(folder.glob("*.json")).read_text().split("\n", 1)[1])
-    plan = AgreedPlan.from_json(program["plan"])
+    plan = Plan.from_json(program["plan"])
     backward = plan.collectives["backward"]
     backward[-1], backward[-2] = backward[-2], backward[-1]
     engine_of(model).schedules.plans[program["kind"]] = plan

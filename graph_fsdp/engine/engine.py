@@ -55,7 +55,7 @@ from graph_fsdp.parameters.extensions import ExtendedGather
 from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
-from graph_fsdp.passes import AgreedPlan, CostModel, Graph, PassContext, memory_profile
+from graph_fsdp.passes import CostModel, Graph, PassContext, Plan, memory_profile
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
@@ -333,7 +333,7 @@ class Engine:
     ) -> None:
         if not self.run_passes_only:
             return self.schedules.run(graphs, context, kind, made=made)
-        context.plan = AgreedPlan()
+        context.plan = Plan()
         self.pipeline.run(graphs, context)
         made()
         for graph in graphs:

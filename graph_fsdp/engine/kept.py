@@ -30,7 +30,7 @@ from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.ranks import OtherPlan
 from graph_fsdp.engine.sharing import SharedProgram
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.passes import AgreedPlan, Graph, PassContext, PassPipeline
+from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.portable import Names, NotPortable
@@ -299,7 +299,7 @@ class Remake:
 
     engine: _EngineOfTrace
     context: PassContext
-    plan: AgreedPlan
+    plan: Plan
     entry: Entry
     module: fx.GraphModule
     inputs: list[Any]

@@ -29,7 +29,7 @@ from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON
 from graph_fsdp.engine.recompilation import Cause
-from graph_fsdp.passes import AgreedPlan, Graph, PassContext
+from graph_fsdp.passes import Graph, PassContext, Plan
 from graph_fsdp.passes.context import Sharing
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Phase
@@ -149,7 +149,7 @@ class Pieces:
         context = dataclasses.replace(
             base,
             sharing=dataclasses.replace(sharing, kept=kept),
-            plan=AgreedPlan(),
+            plan=Plan(),
             graphs=dict(base.graphs),
             stages=captured.stages,
         )

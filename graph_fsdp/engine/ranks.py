@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
-from graph_fsdp.passes import AgreedPlan, Graph, PassContext, PassPipeline
+from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.ir.dialect import STARTS, reduce_payloads
 from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.runtime.comm.collectives import Pending
@@ -55,7 +55,7 @@ class Schedules:
             groups = [name for mesh in (spec.mesh, *spec.own_meshes) for name in mesh.groups]
             self.lockstep.runs_on([*groups, *filter(None, [spec.reshard_group])], engine.storage.device)
             self._timeout = max(self._timeout, self.lockstep.timeout)
-        self.plans: dict[str, AgreedPlan] = {}  # by kind of graph
+        self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
         self._agreements = 0
@@ -116,8 +116,8 @@ class Schedules:
             if not self.is_first:
                 found = json.loads(receive(key, self.ranks, self._timeout, refused))
                 failed = found["kind"] is None
-                plan = AgreedPlan.from_json(found["plan"]) if found["kind"] == kind else None
-        context.plan = AgreedPlan(kept=kept) if plan is None else copy.deepcopy(plan)
+                plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
+        context.plan = Plan(kept=kept) if plan is None else copy.deepcopy(plan)
         try:
             passes(graphs, context)
         except OtherPlan:
@@ -132,7 +132,7 @@ class Schedules:
         if failed:
             raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")
         if plan is None:
-            plan = AgreedPlan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
+            plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
         if is_new and self.is_first and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
         made()

@@ -36,7 +36,7 @@ from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import CheckpointError, RankDisagreement, UnsupportedError
 from graph_fsdp.module.unit_methods import change, place
 from graph_fsdp.optimizers.groups import parameters_of
-from graph_fsdp.passes.ir.agreed_order import AgreedPlan
+from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.report.report import engine_of
 
 
@@ -171,7 +171,7 @@ class _State:
         for (optimizer, _), found in zip(optimizers, loaded, strict=True):
             optimizer.load_state_dict(found)
         for kind, plan in state["plans"].items():
-            self.engine.schedules.plans.setdefault(kind, AgreedPlan.from_json(plan))
+            self.engine.schedules.plans.setdefault(kind, Plan.from_json(plan))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the rank's parts of parameters and buffers, in place. Those that are quantized, and frozen, are what

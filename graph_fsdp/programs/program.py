@@ -11,7 +11,7 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes import Graph, PassContext
-from graph_fsdp.passes.ir.agreed_order import AgreedPlan
+from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import mutated_inputs
 from graph_fsdp.passes.ir.graph import Phase
@@ -66,7 +66,7 @@ class KeptProgram:
 
     graphs: list[Graph]
     kind: str
-    plan: AgreedPlan
+    plan: Plan
     differentiable: tuple[bool, ...]
     absent: tuple[dict[int, int], dict[int, str]] | None
     stages: dict[Phase, list[tuple[str, str | None, int]]]
@@ -81,7 +81,7 @@ class KeptProgram:
             for phase, found in context.stages.items()
             if phase != "capture"
         }
-        plan = AgreedPlan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
+        plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
         return cls(graphs, kind, plan, differentiable, found, stages)
 
     def to_data(self, names: Names, whole: bool) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class KeptProgram:
         return cls(
             graphs,
             data["kind"],
-            AgreedPlan.from_json(data["plan"]),
+            Plan.from_json(data["plan"]),
             tuple(data["differentiable"]),
             None if absent is None else (dict(absent[0]), dict(absent[1])),
             stages,

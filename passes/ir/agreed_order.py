@@ -24,7 +24,7 @@ Starts = list[tuple[str, str]]  # (role of the start, bucket), in the order in w
 
 
 @dataclass
-class AgreedPlan:
+class Plan:
     """Holds the decisions for one kind of graph: the order of ``collectives`` per phase, and the buckets that stay
     ``kept`` from forward to backward, None before the reshard pass has decided."""
 
@@ -71,7 +71,7 @@ class AgreedPlan:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> AgreedPlan:
+    def from_json(cls, text: str) -> Plan:
         value = json.loads(text)
         collectives = {phase: [(k, b) for k, b in entries] for phase, entries in value["collectives"].items()}
         return cls(collectives, value["kept"])
