@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from models import MLP, WIDTH
+from models import MLP, WIDTH, MLPBlock
 from printed import bucket_table, stage_text
 from torch import Tensor, fx, nn
 
@@ -62,6 +62,26 @@ class Shrinking(MLP):
         x = self.blocks[0](x)
         torch._dynamo.graph_break()
         return self.head(self.blocks[1](self.blocks[0].up(x)[:, :WIDTH]))
+
+
+class Stem(nn.Module):
+    """Parameters before and after the units, which two pieces read, and a unit whose name is none of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleDict({"block-0": MLPBlock(), "block-1": MLPBlock()})
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.piece(x)
+        torch._dynamo.graph_break()
+        return self.piece(x)
+
+    def piece(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(self.stem(x))
+        return self.head(x)
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
@@ -156,6 +176,13 @@ def test_a_piece_between_passes_on_what_it_took() -> None:
     assert "shared_blocks_0" not in first and "free(" not in first
     assert between.splitlines()[-1].endswith("shared_blocks_0") and "free(" not in between
     assert "free(shared_blocks_0)" in last
+
+
+def test_buckets_are_shared_whatever_their_names_are() -> None:
+    model = compiled(Stem())
+    assert [gathers_of_call(model) for _ in range(3)] == [8, 4, 4]
+    takes = stages_of(graph_fsdp.inspect(model), "inference")[-1]
+    assert takes.startswith("takes shared_root, shared_blocks_block_0, shared_blocks_block_1, shared_root_1\n")
 
 
 def test_one_buffer_is_held_between_the_pieces_and_none_after_the_call() -> None:
