@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,41 @@ def test_fullgraph_keeps_no_graphs_for_variants() -> None:
     graph, entry = Graph(fx.symbolic_trace(nn.Identity()), "forward"), Entry("", "forward", MLP.forward)
     models = [graph_fsdp.compile(MLP(), backend="eager", fullgraph=fullgraph) for fullgraph in (True, False)]
     assert [engine_of(model).pieces.snapshot(graph, entry) is None for model in models] == [True, False]
+
+
+class Scaled(MLP):
+    """Each text is another graph of ``forward``, and ``middle``, which breaks, a frame of its own."""
+
+    def forward(self, x: Tensor, scale: str = "1") -> Tensor:
+        return self.head(self.middle(x * int(scale)))
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.blocks[1](x)
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="this torch runs what any call has compiled once it gives up on a frame",
+)
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+@pytest.mark.parametrize("of", ["settings", "models"])
+def test_where_dynamo_gives_up_no_pieces_of_others_run(of: str) -> None:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model = compiled(Scaled())
+        other = model if of == "settings" else compiled(Scaled())
+        other.set_requires_gradient_sync(False)
+        for scale in "12":
+            other(batch(), scale).sum().backward()
+        other.set_requires_gradient_sync(True)
+        counter = engine_of(model).counter
+        for scale in "345":
+            counter.reset()
+            model(batch(), scale).sum().backward()
+            assert counter.collectives["reduce"] == 3
+            read = [graph for graph in graph_fsdp.inspect(model).graphs if graph.cause.kind == "python"]
+            assert bool(read) == (scale == "5"), "it counts two of its own graphs"
 
 
 class FailsWhereShared(GraphPass):
