@@ -13,7 +13,7 @@ from models import MLP, llama
 from reference import fsdp2
 from test_calls_ranks import check_gradients, pair, rows, whole
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -60,6 +60,7 @@ def a_write_while_a_unit_is_gathered_makes_it_stale() -> None:
 @FACTS
 def hugging_face_generation_with_a_cache() -> None:
     model, plain, prompt = llamas()
+    register_fsdp_forward_method(model, "generate")  # as transformers' Trainer does
     expected = generate(plain, prompt)
     assert torch.equal(generate(model, prompt), expected)
     with graph_fsdp.unsharded(model):

@@ -67,6 +67,8 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
     def __setattr__(self, name: str, value: Any) -> None:
         # This is how torch's ``register_fsdp_forward_method`` reaches us.
         if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
+            if _only_calls_the_model(self, method):
+                return
             value = _compiled_method(cast(nn.Module, self), name, method)
         super().__setattr__(name, value)
 
@@ -213,6 +215,14 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 
     return run
+
+
+def _only_calls_the_model(module: Any, method: Callable[..., Any]) -> bool:
+    """Say whether a method is transformers' ``generate`` of a decoder: a loop of Python, in which each call of the
+    model is compiled already. transformers' Trainer registers it; an encoder is called by itself, and needs it."""
+    found = getattr(method, "__module__", ""), getattr(method, "__qualname__", "")
+    generates = found == ("transformers.generation.utils", "GenerationMixin.generate")
+    return generates and not getattr(module.config, "is_encoder_decoder", False)
 
 
 def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
