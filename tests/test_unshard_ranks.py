@@ -68,6 +68,36 @@ def hugging_face_generation_with_a_cache() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+class Adapted(nn.Module):
+    """Calls what has all of its parameters in its stead, as PEFT's models do."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.base.generate(*args, **kwargs)  # type: ignore[operator]
+
+
+@FACTS
+def a_wrapped_model_generates_until_all_ranks_have_stopped_and_trains() -> None:
+    model, plain = pair(Adapted(llama(depth=1)))
+    prompt = torch.randint(1, 32, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def stop(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return torch.full((len(ids),), ids.shape[1] > prompt.shape[1] + 2 * dist.get_rank())
+
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "stopping_criteria": [stop]}
+    found, expected = (each.eval().generate(prompt, **options) for each in (model, plain))
+    assert found.shape[1] == 6 + 2 * dist.get_rank() and torch.equal(found, expected)
+    for each in (model, plain):
+        each.train()(input_ids=prompt, labels=prompt).loss.backward()
+    check_gradients(model, plain)
+
+
 @FACTS.long
 def hugging_face_generation_of_more_tokens_on_whole_parameters_and_training_behind_it() -> None:
     model, plain, prompt = llamas()
