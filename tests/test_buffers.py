@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -83,3 +84,39 @@ def test_what_backward_does_not_need_is_not_copied() -> None:
     model(torch.ones(2, 3)).sum().backward()
     code = graph_fsdp.inspect(model).forward.stages["partition"].code
     assert "aten.copy_" in code and "clone" not in code
+
+
+class Shifted(nn.Module):
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(3), persistent=False)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.shift
+        return x
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"),
+    reason="this torch keeps weak references to the inputs of graphs",
+)
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "inductor"}], ids=str)
+def test_buffers_are_swapped_after_calls_too(options: dict[str, Any]) -> None:
+    """As workers of reinforcement learning move them to the host and back."""
+    plain = Shifted()
+    model = graph_fsdp.compile(copy.deepcopy(plain), auto_wrap_policy={nn.Linear}, **options)
+    for value in (1.0, 2.0, 3.0):
+        for each in (plain, model):
+            torch.utils.swap_tensors(each.shift, torch.full((3,), value))
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.ones(2, 3)), plain(torch.ones(2, 3)))
+        found, expected = model(torch.ones(2, 3)), plain(torch.ones(2, 3))
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)

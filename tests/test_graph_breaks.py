@@ -77,6 +77,25 @@ def test_a_break_in_a_loop_runs_each_layer_with_its_own_parameters() -> None:
     assert "runs with 'layers.11.up.weight', 'layers.11.up.bias'" in causes[-1].text
 
 
+class ByName(nn.Module):
+    """A loop over layers that Dynamo leaves to Python, and whose names are no identifiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"layer-0": nn.Linear(WIDTH, WIDTH), "layer 1": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.layers:
+            x = self.layers[name](x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_modules_whose_names_are_no_identifiers_are_read_by_python() -> None:
+    with pytest.warns(UserWarning, match="reads parameter 'layers.layer-0.weight'"):
+        assert_as_plain(ByName, lambda: (torch.randn(2, WIDTH).double(),))
+
+
 class Exchanging(nn.Module):
     def __init__(self) -> None:
         super().__init__()

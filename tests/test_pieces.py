@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from models import MLP, WIDTH
+from models import MLP, WIDTH, MLPBlock
 from printed import bucket_table, stage_text
 from torch import Tensor, fx, nn
 
@@ -62,6 +63,26 @@ class Shrinking(MLP):
         x = self.blocks[0](x)
         torch._dynamo.graph_break()
         return self.head(self.blocks[1](self.blocks[0].up(x)[:, :WIDTH]))
+
+
+class Stem(nn.Module):
+    """Parameters before and after the units, which two pieces read, and a unit whose name is none of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleDict({"block-0": MLPBlock(), "block-1": MLPBlock()})
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.piece(x)
+        torch._dynamo.graph_break()
+        return self.piece(x)
+
+    def piece(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(self.stem(x))
+        return self.head(x)
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
@@ -158,6 +179,13 @@ def test_a_piece_between_passes_on_what_it_took() -> None:
     assert "free(shared_blocks_0)" in last
 
 
+def test_buckets_are_shared_whatever_their_names_are() -> None:
+    model = compiled(Stem())
+    assert [gathers_of_call(model) for _ in range(3)] == [8, 4, 4]
+    takes = stages_of(graph_fsdp.inspect(model), "inference")[-1]
+    assert takes.startswith("takes shared_root, shared_blocks_block_0, shared_blocks_block_1, shared_root_1\n")
+
+
 def test_one_buffer_is_held_between_the_pieces_and_none_after_the_call() -> None:
     model = compiled(Broken(), reshard_after_forward=True)
     counter = engine_of(model).counter
@@ -225,6 +253,41 @@ def test_fullgraph_keeps_no_graphs_for_variants() -> None:
     graph, entry = Graph(fx.symbolic_trace(nn.Identity()), "forward"), Entry("", "forward", MLP.forward)
     models = [graph_fsdp.compile(MLP(), backend="eager", fullgraph=fullgraph) for fullgraph in (True, False)]
     assert [engine_of(model).pieces.snapshot(graph, entry) is None for model in models] == [True, False]
+
+
+class Scaled(MLP):
+    """Each text is another graph of ``forward``, and ``middle``, which breaks, a frame of its own."""
+
+    def forward(self, x: Tensor, scale: str = "1") -> Tensor:
+        return self.head(self.middle(x * int(scale)))
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.blocks[1](x)
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="this torch runs what any call has compiled once it gives up on a frame",
+)
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+@pytest.mark.parametrize("of", ["settings", "models"])
+def test_where_dynamo_gives_up_no_pieces_of_others_run(of: str) -> None:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model = compiled(Scaled())
+        other = model if of == "settings" else compiled(Scaled())
+        other.set_requires_gradient_sync(False)
+        for scale in "12":
+            other(batch(), scale).sum().backward()
+        other.set_requires_gradient_sync(True)
+        counter = engine_of(model).counter
+        for scale in "345":
+            counter.reset()
+            model(batch(), scale).sum().backward()
+            assert counter.collectives["reduce"] == 3
+            read = [graph for graph in graph_fsdp.inspect(model).graphs if graph.cause.kind == "python"]
+            assert bool(read) == (scale == "5"), "it counts two of its own graphs"
 
 
 class FailsWhereShared(GraphPass):

@@ -13,7 +13,7 @@ from models import MLP, llama
 from reference import fsdp2
 from test_calls_ranks import check_gradients, pair, rows, whole
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -60,11 +60,42 @@ def a_write_while_a_unit_is_gathered_makes_it_stale() -> None:
 @FACTS
 def hugging_face_generation_with_a_cache() -> None:
     model, plain, prompt = llamas()
+    register_fsdp_forward_method(model, "generate")  # as transformers' Trainer does
     expected = generate(plain, prompt)
     assert torch.equal(generate(model, prompt), expected)
     with graph_fsdp.unsharded(model):
         assert torch.equal(generate(model, prompt, tokens=1), expected[:, :-1])
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+class Adapted(nn.Module):
+    """Calls what has all of its parameters in its stead, as PEFT's models do."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.base.generate(*args, **kwargs)  # type: ignore[operator]
+
+
+@FACTS
+def a_wrapped_model_generates_until_all_ranks_have_stopped_and_trains() -> None:
+    model, plain = pair(Adapted(llama(depth=1)))
+    prompt = torch.randint(1, 32, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def stop(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return torch.full((len(ids),), ids.shape[1] > prompt.shape[1] + 2 * dist.get_rank())
+
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "stopping_criteria": [stop]}
+    found, expected = (each.eval().generate(prompt, **options) for each in (model, plain))
+    assert found.shape[1] == 6 + 2 * dist.get_rank() and torch.equal(found, expected)
+    for each in (model, plain):
+        each.train()(input_ids=prompt, labels=prompt).loss.backward()
+    check_gradients(model, plain)
 
 
 @FACTS.long

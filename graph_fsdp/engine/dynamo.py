@@ -72,6 +72,14 @@ def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> typ
     return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
 
 
+def apart(fullgraph: bool) -> dict[str, bool]:
+    """Return the arguments with which ``torch.compile``, from torch 2.13 on, keeps apart what it makes of the functions
+    that a broken model calls, whose code models share. Where it gives up on one of them, it would run in it what it has
+    made for other models and settings."""
+    known = not fullgraph and "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if known else {}
+
+
 def holds_parameter(outputs: Any) -> bool:
     """Say whether there is a parameter among ``outputs``, in lists, tuples, dicts and dataclasses. Dynamo traces
     this."""

@@ -27,6 +27,7 @@ from graph_fsdp.engine.division import Division
 from graph_fsdp.engine.dynamo import (
     Entered,
     Entry,
+    apart,
     differentiable_once,
     forget_programs,
     own_code,
@@ -137,7 +138,7 @@ class Engine:
         self.watchers: list[Watcher] = []
         self.registered: dict[str, SlotMemory] = {}  # by ``Settings.registered_memory``
         self.extensions: dict[str, ExtendedGather] = {}
-        self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic)
+        self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic, **apart(fullgraph))
         self._integers = not place.dynamic  # else all of them are inputs: numbers of heads, too
         # torch's cache of fake tensors keeps symbols of graphs, and so sizes, guards and sources, for good.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()

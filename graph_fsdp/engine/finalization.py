@@ -118,7 +118,8 @@ class Finalization:
         graph, spec = fx.Graph(), self._engine.spec
         gradients = []
         for p in members:
-            node = graph.placeholder(f"kept_{p.spec.name}".replace(".", "_"))
+            node = graph.placeholder(f"kept_{p.spec.name}")
+            node.target = node.name  # an identifier
             with mode:
                 node.meta["val"] = torch.empty(p.spec.stored_shape, dtype=p.spec.reduce_dtype, device=self._device(p))
             gradients.append(node)

@@ -311,8 +311,6 @@ class Remake:
     def of(cls, trace: KeptTrace, module: fx.GraphModule) -> Remake:
         """Take a copy of a graph, without what Dynamo knows of the tensors that the user passed."""
         graph = Snapshot(module.graph).copy()
-        for node in graph.nodes:
-            node.meta.pop("grapharg", None)
         own = compat.with_graph(module, graph, dict(zip(module.graph.nodes, graph.nodes, strict=True)))
         mode, grad = compat.current_fake_mode(), torch.is_grad_enabled()
         inputs = compat.values_in(mode, (node.meta["example_value"] for node in graph.find_nodes(op="placeholder")))

@@ -252,7 +252,8 @@ def _whole_parameters(members: list[ShardedParameter], mode: Any) -> fx.GraphMod
     graph = fx.Graph()
     nodes = []
     for p in members:
-        node = graph.placeholder(f"p_{p.spec.name}".replace(".", "_"))
+        node = graph.placeholder(f"p_{p.spec.name}")
+        node.target = node.name  # an identifier
         with mode:
             value = torch.empty(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
             node.meta["example_value"] = value.requires_grad_(p.placeholder.requires_grad)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, NoReturn, cast
 
@@ -67,6 +67,8 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
     def __setattr__(self, name: str, value: Any) -> None:
         # This is how torch's ``register_fsdp_forward_method`` reaches us.
         if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
+            if _only_calls_the_model(self, method):
+                return
             value = _compiled_method(cast(nn.Module, self), name, method)
         super().__setattr__(name, value)
 
@@ -168,6 +170,8 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         for name, module in unit.modules.items()
     }
     places.setdefault(model, ("", ""))
+    for name, module in _generators_inside(model):
+        places.setdefault(module, (name, places[model][1]))
     owners = {module for p in engine.storage.parameters.values() for module, _ in p.owners}
     for module in model.modules():
         registry = vars(module)[compat.APPLIED] = Registry(vars(module).get(compat.APPLIED, {}))
@@ -193,6 +197,20 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
     engine.structure_of_model = weakref.ref(structure)
 
 
+def _generators_inside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with a ``generate`` that have all of a model's parameters, by name: that of a PeftModel calls them
+    instead of the model, and ranks have to stop together in it."""
+    name, module = "", model
+    while not any(p is not None for p in module._parameters.values()):
+        inside = [(key, child) for key, child in module.named_children() if any(True for _ in child.parameters())]
+        if len(inside) != 1:
+            return
+        [(key, module)] = inside
+        name = f"{name}.{key}" if name else key
+        if callable(getattr(type(module), "generate", None)):
+            yield name, module
+
+
 def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[..., Any]:
     """Return ``function`` as a method of the model and of units that runs compiled; ``number``: the engine's."""
 
@@ -213,6 +231,17 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 
     return run
+
+
+def _only_calls_the_model(module: Any, method: Callable[..., Any]) -> bool:
+    """Say whether a method is ``generate`` of a decoder of transformers, or PEFT's: a loop of Python, in which each
+    call of the model is compiled already. transformers' Trainer registers it; an encoder is called by itself, and needs
+    it."""
+    found = getattr(method, "__module__", ""), getattr(method, "__qualname__", "")
+    if found == ("peft.peft_model", "PeftModelForCausalLM.generate"):
+        return isinstance(module.get_base_model(), GraphFSDPModule)
+    generates = found == ("transformers.generation.utils", "GenerationMixin.generate")
+    return generates and not getattr(module.config, "is_encoder_decoder", False)
 
 
 def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,7 +73,9 @@ def _entries(graph: fx.Graph, before: Iterable[Entry]) -> list[Entry]:
         ):
             found.append(entry)
             continue
-        found.append((node, op, target, args, kwargs, name, now.copy()))
+        meta = now.copy()
+        meta.pop("grapharg", None)  # Dynamo's weak reference to a tensor, which keeps swap_tensors from that tensor
+        found.append((node, op, target, args, kwargs, name, meta))
     return found
 
 

@@ -112,8 +112,10 @@ def behind(graph: Graph, nodes: Iterable[fx.Node], positions: dict[fx.Node, int]
 
 
 def add_input(graph: Graph, before: fx.Node, name: str, value: Any, record: NodeRecord) -> fx.Node:
+    """Add an input in front of ``before``, called ``name``, in which any characters may stand."""
     with graph.fx_graph.inserting_before(before):
         node = graph.fx_graph.placeholder(name)
+    node.target = node.name  # an identifier, and no other node's
     node.meta["val"] = value
     return set_record(node, record)
 

@@ -225,6 +225,7 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: b
     - Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph.
     - Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
     - Derivatives in a forward (``torch.autograd.grad``) are traced, from torch 2.11 on.
+    - No weak references to inputs stay, which ``torch.utils.swap_tensors`` refuses, from torch 2.13 on.
     - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do; and where
       torch's limit of eight graphs would end a training, the one of all graphs of a process holds alone.
     - With ``hooks``, graphs are guarded by the hooks that they were traced with.
@@ -240,7 +241,7 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: b
         "skip_nnmodule_hook_guards": not hooks,
         "allow_unspec_int_on_nn_module": integers,
     }
-    other = {"run_gc_after_compile": False, "trace_autograd_ops": True}
+    other = {"run_gc_after_compile": False, "trace_autograd_ops": True, "invalidate_compile_context_weakrefs": True}
     options |= {name: value for name, value in other.items() if hasattr(dynamo_config, name)}
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
@@ -356,7 +357,7 @@ def with_graph(
     module: torch.fx.GraphModule, graph: torch.fx.Graph, copies: Mapping[torch.fx.Node, torch.fx.Node]
 ) -> torch.fx.GraphModule:
     """Return Dynamo's ``module`` with another graph of the same inputs, which AOTAutograd guards on by their sources.
-    ``copies`` maps nodes of the old graph to those of the new one."""
+    ``copies`` maps nodes of the old graph to those of the new one, which get no references to the user's tensors."""
     made = _make_graph_module(module, graph)
     made.meta = dict(module.meta)
     if hasattr(module, "_param_name_to_source"):
@@ -364,6 +365,7 @@ def with_graph(
     for node, copy in copies.items():
         if hasattr(node, "_dynamo_source"):
             copy._dynamo_source = node._dynamo_source
+        copy.meta.pop("grapharg", None)
     return made
 
 
