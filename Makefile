@@ -34,8 +34,10 @@ COMMA := ,
 FLOAT8 := $(if $(filter 2.9%,$(TORCH)),,$(COMMA)float8)
 PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 # Bytecode of an environment: pip makes it on one core, this on all of them. Without it each process compiles what it
-# imports, which takes as long again. Files that are no Python of this release have none: no error.
-bytecode = $(1)/bin/python -m compileall -qq -j 0 $(1)/lib graph_fsdp passes runtime || true
+# imports, which takes as long again. Files that are no Python of this release have none: no error. Nor have tests of
+# packages, and transformers' models, of which few are imported.
+bytecode = $(1)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(1)/lib \
+	graph_fsdp passes runtime || true
 
 LIBRARIES := timm transformers diffusers accelerate peft trl datasets torchtitan triton
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import collector  # noqa: F401
 import marks
 import pytest
 import torch
@@ -74,6 +75,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionstart() -> None:
     trace_cheaply()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.enable()  # see collector.py
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -225,6 +225,7 @@ def _warm_up() -> None:
 
 
 def _main(connection: socket.socket, *modules: str) -> None:
+    gc.disable()  # or it walks all that is imported, again and again
     before = dict(os.environ)
     for name in (*MODULES, *modules):
         importlib.import_module(name)
@@ -240,6 +241,7 @@ def _main(connection: socket.socket, *modules: str) -> None:
         sys.exit(f"{threads} threads run in the process that is to fork: a fork would not have them")
     gc.collect()
     gc.freeze()  # or a collection in a rank copies the pages of all that was imported
+    gc.enable()
     arguments = _serve(connection)
     if arguments is not None:
         importlib.import_module("launch").main(*arguments)

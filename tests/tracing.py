@@ -4,7 +4,11 @@
 The garbage collector runs less often: a compilation makes millions of objects. And what torch remembers of the
 operators that it has traced with fake tensors stays for the next model of the process: a model of the library takes
 it along when it goes (``compat.forget_fake_values``), which a process with one model after the other pays for, and
-torch by itself keeps it. ``forgetting`` is for tests of that.
+torch by itself keeps it. ``forgetting`` is for tests of that. Dynamo's table of torch's functions, which each new
+process group lets it forget, stays too: it is the same one again.
+
+pytest adds handlers to each logger that does not propagate. With a handler, torch's structured trace (TORCH_TRACE)
+prints and describes each graph and each step of a compilation; without one it does nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from torch._dynamo import trace_rules
+from torch._logging._internal import trace_log
 from torch._subclasses import FakeTensorMode
 
 GC_THRESHOLD = 10_000  # allocations
@@ -24,6 +30,8 @@ def trace_cheaply() -> None:
     """In this process, from now on."""
     gc.set_threshold(GC_THRESHOLD)
     FakeTensorMode.cache_clear = staticmethod(lambda: None)  # type: ignore[method-assign,assignment]
+    trace_rules.clear_lru_cache = lambda: None
+    trace_log.propagate = True
 
 
 @contextlib.contextmanager
