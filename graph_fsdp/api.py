@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import trace_composable_checkpoints
+from graph_fsdp.engine.sync_batch_norm import trace_sync_batch_norm
 from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.mesh import DataParallelMesh, shapes_of_groups
@@ -134,6 +135,8 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     policies.check_quantized(
         **{"backend='xla'": options.backend == "xla", "regions='whole'": options.regions == "whole"}
     )
+    if options.backend != "xla":
+        trace_sync_batch_norm(model)
     trace_composable_checkpoints(model)
     ignored = ignored_parameters(model, options.ignored_params)
     names = parameter_names(model)

@@ -6,11 +6,9 @@ import copy
 import functools
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from facts import Facts
-from synced_layers import synced
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -41,11 +39,21 @@ class Checkpointed(nn.Sequential):
         return head(relu(checkpoint(first, x, use_reentrant=False)))  # type: ignore[no-any-return]
 
 
+class Broken(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        linear, norm, relu, head = self
+        x = linear(x)
+        torch._dynamo.graph_break()
+        return head(relu(norm(x)))  # type: ignore[no-any-return]
+
+
 def pair(make: Any, kind: Any = nn.Sequential, **options: Any) -> tuple[nn.Module, nn.Module]:
     """The same model for all rows, and sharded."""
     torch.manual_seed(0)
     whole = make()
-    return whole, graph_fsdp.compile(synced(kind(*copy.deepcopy(whole))), **{"backend": "eager", **options})
+    return whole, graph_fsdp.compile(
+        nn.SyncBatchNorm.convert_sync_batchnorm(kind(*copy.deepcopy(whole))), **{"backend": "eager", **options}
+    )
 
 
 def texts(model: nn.Module) -> tuple[str, str]:
@@ -123,6 +131,16 @@ def an_input_without_gradient_needs_no_reduction() -> None:
 
 
 @FACTS
+def a_momentum_of_none_is_the_mean_of_all_steps() -> None:
+    compare_steps(pair(functools.partial(features, momentum=None)), [4, 4], 6)
+
+
+@FACTS
+def behind_a_graph_break() -> None:
+    compare_steps(pair(features, Broken, fullgraph=False), [4, 4], 6)
+
+
+@FACTS
 def in_a_checkpoint() -> None:
     compare_steps(pair(features, Checkpointed), [4, 4], 6)
 
@@ -138,13 +156,9 @@ def in_bfloat16_statistics_are_in_float32() -> None:
 test_on_two_ranks = FACTS.on(2)
 
 
-def test_other_models_have_torchs_own(fake_group: None) -> None:
-    graph_fsdp.compile(features(), backend="eager")(torch.randn(4, 6))
-    with pytest.raises(NotImplementedError, match="batch_norm_stats"):
-        synced(features())(torch.randn(4, 6))
+def test_a_plan_has_it_too() -> None:
+    def make() -> nn.Module:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(images())
 
-
-def test_on_the_cpu_the_error_is_torchs(fake_group: None) -> None:
-    model = graph_fsdp.compile(nn.SyncBatchNorm.convert_sync_batchnorm(features()), backend="eager")
-    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
-        model(torch.randn(4, 6))
+    plan = graph_fsdp.plan(make, (torch.ones(2, 3, 8, 8),), mesh_shape=[8], hardware="h100", backend="eager")
+    assert plan.step_seconds > 0

@@ -45,11 +45,9 @@ from graph_fsdp.compat.tensors import *
 from graph_fsdp.compat.traces.checkpoints import checkpointed_functions as checkpointed_functions
 from graph_fsdp.compat.traces.failed_guards import current_compilation as current_compilation
 from graph_fsdp.compat.traces.failed_guards import failed_guards as failed_guards
-from graph_fsdp.compat.traces.forwards import SyncBatchNormFunction as SyncBatchNormFunction
 from graph_fsdp.compat.traces.forwards import detect_is_causal_mask as detect_is_causal_mask
 from graph_fsdp.compat.traces.forwards import fields_of as fields_of
 from graph_fsdp.compat.traces.forwards import inputs_given_gradients as inputs_given_gradients
-from graph_fsdp.compat.traces.forwards import set_sync_batch_norm as set_sync_batch_norm
 from graph_fsdp.compat.traces.forwards import traced_as as traced_as
 from graph_fsdp.compat.traces.joint_traces import without_joint_trace as without_joint_trace
 from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched as arguments_unsearched

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import Entered
-from graph_fsdp.engine.sync_batch_norm import sync_batch_norm
 
 
 @functools.cache
@@ -21,7 +20,6 @@ def install() -> None:
     """Have Dynamo trace them so. Calls that are not traced, and models that are not of this package, have torch's."""
     for original, traced in ((checkpoint_sequential, _in_segments), (compat.detect_is_causal_mask, _is_said_causal)):
         _trace_as(original, traced)
-    compat.set_sync_batch_norm(_SyncBatchNorm)
 
 
 def _trace_as(original: Any, traced: Any) -> None:
@@ -31,15 +29,6 @@ def _trace_as(original: Any, traced: Any) -> None:
     @torch.compiler.substitute_in_graph(original, skip_signature_check=True)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return as_ever(*args, **kwargs) if Entered.engine < 0 else traced(*args, **kwargs)
-
-
-class _SyncBatchNorm:
-    """Stands for the function of autograd that ``nn.SyncBatchNorm`` applies."""
-
-    @staticmethod
-    def apply(*args: Any) -> Any:
-        traced = torch.compiler.is_compiling() and Entered.engine >= 0
-        return sync_batch_norm(*args) if traced else compat.SyncBatchNormFunction.apply(*args)
 
 
 def _in_segments(

@@ -1,17 +1,18 @@
 """``nn.SyncBatchNorm`` in a graph: one gather of statistics in forward, and one reduction of sums in backward.
 
-torch's own selects ranks by the values of their counts, whose number no graph knows. The formulas are the same: of all
-ranks' statistics those of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-variances" (1979).
+torch's own selects ranks by the values of their counts, whose number no graph knows, and refuses CPUs. The formulas are
+the same: of all ranks' statistics those of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
+computing sample variances" (1979).
 """
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
+from torch import Tensor, nn
 
 _functional = torch.ops._c10d_functional
 
@@ -64,27 +65,29 @@ class SyncBatchNorm(torch.autograd.Function):
         return of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None
 
 
-def sync_batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    eps: float,
-    momentum: float,
-    group: ProcessGroup,
-    world_size: int,
-) -> Tensor:
-    """Stand for what ``nn.SyncBatchNorm`` applies."""
-    if x.numel() == x.shape[1] and world_size < 2:
-        raise ValueError("Expected more than 1 value per channel when training, got input size 1")
+def trace_sync_batch_norm(model: nn.Module) -> None:
+    """Have the ``nn.SyncBatchNorm`` of a model run in the form that a graph has, on all devices."""
+    for module in model.modules():
+        if type(module).forward is nn.SyncBatchNorm.forward and "forward" not in vars(module):
+            vars(module)["forward"] = MethodType(_forward, module)
+
+
+def _forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    self._check_input_dim(input)
+    self._check_non_zero_input_channels(input)
+    group: Any = self.process_group or dist.group.WORLD
+    if not self.training or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return nn.BatchNorm2d.forward(self, input)  # that of all numbers of dimensions
+    ranks, name = dist.get_world_size(group), group.group_name
     y: Tensor
-    y, mean, variance, count = SyncBatchNorm.apply(x, weight, bias, eps, world_size, group.group_name)
-    with torch.no_grad():
-        if running_mean is not None:
-            running_mean.mul_(1 - momentum).add_(mean * momentum)
-        if running_var is not None:
-            running_var.mul_(1 - momentum).add_(variance * (count / (count - 1)) * momentum)
+    y, mean, variance, count = SyncBatchNorm.apply(input, self.weight, self.bias, self.eps, ranks, name)
+    tracked, means, variances = self.num_batches_tracked, self.running_mean, self.running_var
+    if tracked is not None and means is not None and variances is not None:
+        with torch.no_grad():
+            tracked.add_(1)
+            part = 1.0 / tracked if self.momentum is None else self.momentum
+            means.mul_(1 - part).add_(mean * part)
+            variances.mul_(1 - part).add_(variance * (count / (count - 1)) * part)
     return y
 
 

@@ -12,7 +12,6 @@ import torch
 from both_devices import KINDS, on_virtual, ours, overlapped, same_numbers, strict
 from experts import Experts, MoE
 from models import MLP
-from synced_layers import synced
 from tensor_parallel import Block, Transformer, with_sequences
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,10 +56,8 @@ def experts_on_a_mesh_of_their_own() -> None:
 
 
 def statistics_of_all_ranks() -> None:
-    """By torch's own layer of the name, which is for accelerators."""
-
     def make() -> nn.Module:
-        return synced(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16)))
+        return nn.Sequential(nn.Linear(16, 16), nn.SyncBatchNorm(16), nn.ReLU(), nn.Linear(16, 16))
 
     with strict():
         same_numbers(functools.partial(ours, auto_wrap_policy={nn.Linear}), make)

@@ -12,16 +12,9 @@ from typing import Any
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._ops import OpOverload
-from torch.nn.modules import batchnorm
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
 detect_is_causal_mask: Any = _detect_is_causal_mask
-SyncBatchNormFunction: Any = batchnorm.sync_batch_norm
-
-
-def set_sync_batch_norm(function: Any) -> None:
-    """Set what ``nn.SyncBatchNorm`` applies, which is ``SyncBatchNormFunction`` from torch."""
-    batchnorm.sync_batch_norm = function  # type: ignore[misc]
 
 
 def _fields_of(kind: type) -> tuple[str, ...]:
