@@ -124,6 +124,16 @@ def without_weights_and_statistics() -> None:
 
 
 @FACTS
+def with_frozen_parameters() -> None:
+    def make() -> nn.Module:
+        model = features()
+        model[1].bias.requires_grad_(False)
+        return model
+
+    compare_steps(pair(make), [4, 4], 6)
+
+
+@FACTS
 def an_input_without_gradient_needs_no_reduction() -> None:
     models = pair(lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)))
     compare_steps(models, [4, 4], 6)

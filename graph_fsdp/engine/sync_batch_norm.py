@@ -60,9 +60,9 @@ class SyncBatchNorm(torch.autograd.Function):
             along_bias, along_weight = (_functional.wait_tensor(sums) / total).chunk(2)
             of_x = (wide - _over_channels(along_bias, x) - normalized * _over_channels(along_weight, x)) * scale
             of_x = (of_x if weight is None else of_x * _over_channels(weight, x)).to(x.dtype)
-        if weight is None:
-            return of_x, None, None, None, None, None
-        return of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None
+        wanted = zip(ctx.needs_input_grad[1:3], (of_weight, of_bias), strict=True)
+        of_parameters = [value.to(weight.dtype) if needed else None for needed, value in wanted]
+        return of_x, *of_parameters, None, None, None
 
 
 def trace_sync_batch_norm(model: nn.Module) -> None:
