@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -85,7 +86,7 @@ def test_strategies(settings: dict[str, Any], expected: bool | None) -> None:
 @pytest.mark.parametrize(
     ("strategy", "shape", "names"),
     [
-        ("FULL_SHARD", (8,), ("fsdp",)),
+        ("FULL_SHARD", (8,), None),
         ("NO_SHARD", (8,), ("replicate",)),
         ("HYBRID_SHARD", (2, 4), ("replicate", "shard")),
         ("HYBRID_SHARD_ZERO2", (2, 4), ("replicate", "shard")),
@@ -94,7 +95,7 @@ def test_strategies(settings: dict[str, Any], expected: bool | None) -> None:
 def test_meshes(
     strategy: str,
     shape: tuple[int, ...],
-    names: tuple[str, ...],
+    names: tuple[str, ...] | None,
     fake_group: dist.ProcessGroup,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -102,6 +103,15 @@ def test_meshes(
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     mesh = arguments(sharding_strategy=strategy)["mesh"]
     assert tuple(mesh.shape) == shape and mesh.mesh_dim_names == names
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_parameters_compute_with_those_of_fully_shard(version: int, fake_group: dist.ProcessGroup) -> None:
+    model, reference = Model(), Model()
+    graph_fsdp.compile(model, **arguments(model, fsdp_version=version), backend="eager")
+    fully_shard(reference)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        q.data.mul_(0.5).add_(p.data, alpha=0.5)  # as TRL moves a reference to what is trained
 
 
 def test_wrap_policies() -> None:

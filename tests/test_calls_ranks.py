@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,6 +62,35 @@ def two_forwards_and_one_backward() -> None:
         for m in (model, plain):
             contrast(m, rows(4, 16, seed=step), rows(4, 16, seed=step + 1)).backward()
         check_gradients(model, plain)
+
+
+def redirected(model: Any, method: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Call the method in the forward's place, as Fabric and TRL do for losses that use parts of a model."""
+    forward = model.forward
+
+    def once(*args: Tensor) -> Tensor:
+        model.forward = forward
+        return method(*args)
+
+    model.forward = once
+    return model(*args)  # type: ignore[no-any-return]
+
+
+@FACTS
+def losses_in_the_place_of_a_forward_share_one_graph() -> None:
+    model, plain = pair(MLP(depth=2), fullgraph=False)
+    for step in range(3):
+        for m in (model, plain):
+
+            def loss(x: Tensor, m: Any = m) -> Tensor:
+                for block in m.blocks:
+                    x = block(x)
+                return (x @ m.head.weight.t()).square().mean()
+
+            redirected(m, loss, rows(4, 16, seed=step)).backward()
+        check_gradients(model, plain)
+    assert len(graph_fsdp.inspect(model).graphs) == 1
+    torch.testing.assert_close(model(rows(4, 16)), plain(rows(4, 16)))
 
 
 @FACTS.long

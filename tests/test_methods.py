@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -278,6 +279,23 @@ def test_a_forward_that_was_exchanged_runs_as_it_is_or_compiled_where_it_is_regi
     register_fsdp_forward_method(model, "forward")
     model(x).sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.weight", "head.bias"]
+
+
+def test_forwards_that_were_exchanged_are_compiled_where_graphs_may_break() -> None:
+    model: Any = graph_fsdp.compile(Encoder(), backend="eager", fullgraph=False)
+    x = torch.randn(4, 16)
+    expected, own = model(x), model.forward
+    model.forward = lambda x: own(x) * 2
+    twice = model.forward
+    model.forward = lambda first, /: twice(first) * 2
+    torch.testing.assert_close(model(x), expected * 4)
+    assert list(inspect.signature(model.forward).parameters) == ["first"]
+    model.forward = lambda x: model.head(model.encode(x))
+    model(x).sum().backward()
+    names = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert {name.rpartition(".")[0] for name in names} == {"blocks.0.up", "blocks.0.down", "head"}
+    del model.forward
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_a_registered_method_that_cannot_be_traced_says_what_to_do() -> None:

@@ -126,7 +126,7 @@ class Engine:
         self.kept_buckets = KeptBuckets(self.counter, self.schedules, self.whole)
         self._compiled: dict[CaptureKey, Callable[..., Any]] = {}
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
-        self._fullgraph = fullgraph
+        self.fullgraph = fullgraph
         self.pieces = Pieces(weakref.proxy(self), fullgraph)
         self.finalization = Finalization(weakref.proxy(self))
         self.division = Division(weakref.proxy(self))
@@ -188,7 +188,7 @@ class Engine:
             inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
             key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast)
             stack.enter_context(self.storage.placeholders_registered())
-            stack.enter_context(compat.tracing_options(self._fullgraph, hooks=key.hooks, integers=self._integers))
+            stack.enter_context(compat.tracing_options(self.fullgraph, hooks=key.hooks, integers=self._integers))
             stack.enter_context(compat.traced_as(TRACED))
             stack.enter_context(compat.dynamo_ignores_modes())
             if self.repeat_traces:
@@ -206,7 +206,7 @@ class Engine:
             except compat.BackendCompilerFailed as error:
                 raise error.inner_exception from error.inner_exception.__cause__
             except (compat.Unsupported, compat.UserError, compat.TorchRuntimeError) as error:
-                raised = what_to_raise(error, entry, self._call, self.structure, self._fullgraph)
+                raised = what_to_raise(error, entry, self._call, self.structure, self.fullgraph)
             except compat.FailOnRecompileLimitHit as error:
                 raise traced_too_often(self.structure, causes_of(self.graphs, key)) from error
             finally:
@@ -230,7 +230,7 @@ class Engine:
         if key not in self._compiled:
             stand_ins.install()
             backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), key)
-            function = own_code(key.entry.function, self._fullgraph, self.storage.mesh is not None)
+            function = own_code(key.entry.function, self.fullgraph, self.storage.mesh is not None)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
         return self._compiled[key]
@@ -239,7 +239,7 @@ class Engine:
         self, key: CaptureKey, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see ``_function_compiled``."""
-        cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
+        cause = why_captured(self.graphs, key, self._call, breaks=not self.fullgraph)
         warn_of_traces(self.structure, causes_of(self.graphs, key))
         parameters = find_parameters(module, self.storage)
         refuse_backward(module, parameters)

@@ -35,10 +35,11 @@ from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing
 
-# Strategy of FSDP1 → reshard_after_forward, and the dimensions of the mesh. With NO_SHARD nothing is gathered.
-_STRATEGIES: dict[str, tuple[bool | None, tuple[str, ...]]] = {
-    "FULL_SHARD": (True, ("fsdp",)),
-    "SHARD_GRAD_OP": (False, ("fsdp",)),
+# Strategy of FSDP1 → reshard_after_forward, and the names of the mesh's dimensions: FSDP2's default has one without a
+# name, and DTensors of it compute with those of models that fully_shard has. With NO_SHARD nothing is gathered.
+_STRATEGIES: dict[str, tuple[bool | None, tuple[str, ...] | None]] = {
+    "FULL_SHARD": (True, None),
+    "SHARD_GRAD_OP": (False, None),
     "NO_SHARD": (None, ("replicate",)),
     "HYBRID_SHARD": (True, ("replicate", "shard")),  # sharded in each node, replicated over nodes
     "_HYBRID_SHARD_ZERO2": (False, ("replicate", "shard")),
@@ -108,9 +109,9 @@ def compile_arguments(
         ValueError: a class to wrap is not in the model, or ``fsdp_ignored_modules`` matches no module.
     """
     strategy = plugin.sharding_strategy.name if plugin.fsdp_version == 1 else None
-    reshard, dimensions = _STRATEGIES[strategy] if strategy else (plugin.reshard_after_forward, ("fsdp",))
+    reshard, names = _STRATEGIES[strategy] if strategy else (plugin.reshard_after_forward, None)
     if mesh is None and dist.is_initialized():
-        mesh = init_device_mesh(device_type, _mesh_shape(dimensions), mesh_dim_names=dimensions)
+        mesh = init_device_mesh(device_type, _mesh_shape(names), mesh_dim_names=names)
     offload_policy = plugin.cpu_offload
     if isinstance(offload_policy, CPUOffload):
         offload_policy = CPUOffloadPolicy() if offload_policy.offload_params else OffloadPolicy()
@@ -153,10 +154,10 @@ def prepared_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) ->
         raise
 
 
-def _mesh_shape(dimensions: Sequence[str]) -> tuple[int, ...]:
+def _mesh_shape(names: Sequence[str] | None) -> tuple[int, ...]:
     """Return the number of processes; for two dimensions that of nodes, and of the processes of each."""
     world_size = dist.get_world_size()
-    if len(dimensions) == 1:
+    if names is None or len(names) == 1:
         return (world_size,)
     # All ranks are told the same number of nodes; the number of processes may differ from node to node.
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -70,6 +70,8 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
             if _only_calls_the_model(self, method):
                 return
             value = _compiled_method(cast(nn.Module, self), name, method)
+        elif name == "forward" and not torch.compiler.is_compiling() and not self._graph_fsdp.fullgraph:
+            value = _forward_in_its_place(cast(nn.Module, self), value)
         super().__setattr__(name, value)
 
     def _is_managed(self) -> bool:
@@ -211,13 +213,14 @@ def _generators_inside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """Return ``function`` as a method of the model and of units that runs compiled; ``number``: the engine's."""
+def _entering(name: str, function: Callable[..., Any], number: int, *given: Any) -> Callable[..., Any]:
+    """Return ``function`` as a method of the model and of units that runs compiled; ``number``: the engine's;
+    ``given``: its arguments before those of a call."""
 
     @functools.wraps(function)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if Entered.engine == number:  # traced with the model
-            return function(self, *args, **kwargs)
+            return function(self, *given, *args, **kwargs)
         refuse_transforms()
         own = vars(self)
         of_inputs, of_outputs = own["_graph_fsdp_casts"]
@@ -227,7 +230,7 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
         if of_inputs is not None:
             args, kwargs = cast_floats((args, kwargs), of_inputs)
         entry = Entry(own["_graph_fsdp_name"], name, function)
-        outputs = engine.run(entry, self, *args, **kwargs)
+        outputs = engine.run(entry, self, *given, *args, **kwargs)
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 
     return run
@@ -242,6 +245,28 @@ def _only_calls_the_model(module: Any, method: Callable[..., Any]) -> bool:
         return isinstance(module.get_base_model(), GraphFSDPModule)
     generates = found == ("transformers.generation.utils", "GenerationMixin.generate")
     return generates and not getattr(module.config, "is_encoder_decoder", False)
+
+
+def _forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a forward that is set on a compiled module as the model's code, which may break (with
+    ``fullgraph=True`` it runs as it is). Fabric and TRL set one for each call: it is an argument of the one function
+    that is compiled, for which Dynamo has guards, as graphs for each of them would be traced for each call."""
+    if getattr(getattr(forward, "__func__", forward), "__code__", None) in _COMPILED:
+        return forward  # the one before, set again
+    run = _entering("forward", _call_given, vars(module)["_graph_fsdp"].number, forward)
+
+    @functools.wraps(forward, updated=())
+    def given(*args: Any, **kwargs: Any) -> Any:
+        return run(module, *args, **kwargs)
+
+    return given
+
+
+_COMPILED = {code for f in (_entering, _forward_in_its_place) for code in f.__code__.co_consts if inspect.iscode(code)}
+
+
+def _call_given(_: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
