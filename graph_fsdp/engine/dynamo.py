@@ -217,7 +217,7 @@ def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure
 def warn_of_traces(structure: Structure, causes: Sequence[Cause]) -> None:
     """Warn, once, of a model that Dynamo has traced for ``causes``, more often than torch lets it by default."""
     again = causes and causes[-1].kind == "guard"  # and not another piece of the model
-    if again and len(causes) == compat.RECOMPILE_LIMIT < torch._dynamo.config.recompile_limit:
+    if again and compat.goes_on_at_torchs_limit(len(causes)):
         warnings.warn(_traced_often(structure, causes, gives_up=False), stacklevel=2)
 
 

@@ -215,7 +215,12 @@ _OF_TRANSFORMERS = ("warning_once", "info_once", "warning_advice")
 _LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warn", *_OF_TRANSFORMERS)
 
 
-RECOMPILE_LIMIT: int = dynamo_config._config["recompile_limit"].default  # type: ignore[attr-defined]
+_RECOMPILE_LIMIT: int = dynamo_config._config["recompile_limit"].default  # type: ignore[attr-defined]
+
+
+def goes_on_at_torchs_limit(traces: int) -> bool:
+    """Say whether so many traces of a function are what torch lets Dynamo make by default, and it may make more."""
+    return traces == _RECOMPILE_LIMIT < dynamo_config.recompile_limit
 
 
 @contextlib.contextmanager
@@ -245,7 +250,7 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: b
     options |= {name: value for name, value in other.items() if hasattr(dynamo_config, name)}
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
-        if dynamo_config.recompile_limit == RECOMPILE_LIMIT:
+        if dynamo_config.recompile_limit == _RECOMPILE_LIMIT:
             options["recompile_limit"] = dynamo_config.accumulated_recompile_limit
     config_for_log = dynamo_utils._get_dynamo_config_for_logging
 
