@@ -135,8 +135,6 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     policies.check_quantized(
         **{"backend='xla'": options.backend == "xla", "regions='whole'": options.regions == "whole"}
     )
-    if options.backend != "xla":
-        trace_sync_batch_norm(model)
     trace_composable_checkpoints(model)
     ignored = ignored_parameters(model, options.ignored_params)
     names = parameter_names(model)
@@ -177,6 +175,8 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
         quantized.put_into(storage)
     if storage.has_memory:
         put_values(storage)
+    if options.backend != "xla":
+        trace_sync_batch_norm(model)
     engine = place.engine(
         original_forward(model), spec, storage, place, cost, reshard_after_forward=reshard, fullgraph=options.fullgraph
     )

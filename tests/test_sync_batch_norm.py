@@ -6,6 +6,7 @@ import copy
 import functools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from facts import Facts
@@ -172,3 +173,24 @@ def test_a_plan_has_it_too() -> None:
 
     plan = graph_fsdp.plan(make, (torch.ones(2, 3, 8, 8),), mesh_shape=[8], hardware="h100", backend="eager")
     assert plan.step_seconds > 0
+
+
+@pytest.mark.parametrize("checkpointing", [None, "unit", "selective", 0.1])
+def test_no_collective_is_run_again(fake_group: None, checkpointing: Any) -> None:
+    """What is computed again in backward may differ with a rank's number of rows: no gather may be in it."""
+    model = graph_fsdp.compile(
+        nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(features(), nn.Linear(1, 6), features())),
+        auto_wrap_policy={nn.Sequential},
+        activation_checkpointing=checkpointing,
+        backend="eager",
+    )
+    model(torch.randn(4, 6)).sum().backward()
+    forward, backward = texts(model)
+    assert (forward.count(GATHER), backward.count(GATHER), backward.count(REDUCE)) == (2, 0, 2)
+
+
+def test_a_call_of_compile_that_fails_changes_no_layer(fake_group: None) -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(features())
+    with pytest.raises(ValueError, match="reshard_after_forward"):
+        graph_fsdp.compile(model, reshard_after_forward=3, backend="eager")
+    assert "forward" not in vars(model[1])
