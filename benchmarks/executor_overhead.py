@@ -5,7 +5,7 @@
 The GPT of ``examples/gpt.py`` is compiled on a fake process group of eight ranks, whose collectives return at once.
 Then its forward and backward programs run with other functions in the place of their regions: they return the tensors
 that the region returned once. What is left is the executor: the generated function, buffers, slots, and the calls into
-torch.distributed. CPU time of the thread within the frame's methods (start, wait, free) counts for collectives, all
+torch.distributed. CPU time of the thread within the frame's methods (start, wait) counts for collectives, all
 other for regions. The model is so narrow that copying its parameters takes no time. Not shown: what a region's own call
 costs, and what a real process group's call does.
 """
@@ -39,7 +39,7 @@ from gpt import GPT, GPTConfig
 
 RESULTS = Path(__file__).parent / "results" / "executor_overhead.json"
 TARGETS = {"region": 20.0, "collective": 30.0}  # microseconds
-_METHODS = ("gather_start", "reduce_start", "wait", "free")
+_METHODS = ("start", "wait")
 
 
 class Counted:

@@ -71,7 +71,7 @@ def schedule_by_torch(stage: Stage, cost: CostModel, world_size: int, **options:
             return 1e3 * cost.all_gather_seconds(override_nbytes or nbytes(node.meta["val"]), group)
         if node.target is c10d.reduce_scatter_tensor.default:
             full = override_nbytes or nbytes(node.all_input_nodes[0].meta["val"])
-            return 1e3 * cost.reduce_scatter_seconds(full, group)
+            return 1e3 * cost.all_gather_seconds(full, group)  # as long as an all-gather of as much
         return 1e3 * seconds.get(node, 0.0)
 
     with formulas, mock.patch.object(overlap_scheduling, "estimate_roofline_runtime_ms", milliseconds):

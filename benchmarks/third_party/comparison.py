@@ -69,8 +69,8 @@ def fsdp2(model: nn.Module) -> nn.Module:
     """Of the same units."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in reversed(find_units(model)):
-        if unit.module is not model:
-            fully_shard(unit.module, mesh=mesh)
+        if unit.name:
+            fully_shard(list(unit.modules.values()), mesh=mesh)
     return fully_shard(model, mesh=mesh)  # type: ignore[no-any-return]
 
 
