@@ -151,6 +151,11 @@ SWITCHES: dict[str, tuple[str, Callable[[], None], Callable[[], None]]] = {
         lambda: torch.set_float32_matmul_precision("high"),
         lambda: torch.set_float32_matmul_precision("highest"),
     ),
+    "paths of einsum": (
+        "modes",
+        lambda: setattr(torch.backends.opt_einsum, "strategy", "greedy"),
+        lambda: setattr(torch.backends.opt_einsum, "strategy", "auto"),
+    ),
     "anomaly": (
         "modes",
         lambda: torch.autograd.set_detect_anomaly(True),
