@@ -274,3 +274,13 @@ def test_a_miss_says_what_differs(folder: Path, caplog: pytest.LogCaptureFixture
         caplog.clear()
         start(folder, batch=torch.ones(2 * ROWS, WIDTH))
     assert "inputs differ from those of the nearest one" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '{"key": "x"}', "3", ""])
+def test_other_files_in_the_folder_are_none_of_programs(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "vocabulary.json").write_text(text)
+    assert [start(folder).found for _ in range(2)] == [False, True]
+    for file in folder.glob("*.json"):
+        file.write_text(text)
+    assert [start(folder).found for _ in range(2)] == [False, True]
