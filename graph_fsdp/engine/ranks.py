@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
+from graph_fsdp.passes.context import as_compared
 from graph_fsdp.passes.ir.dialect import STARTS, reduce_payloads
 from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.runtime.comm.collectives import Pending
@@ -207,7 +208,7 @@ def _facts(engine: Engine) -> list[str]:
         lines.append(f"shards on the {'pinned ' if pinned else ''}CPU, computed with on {device}")
     if spec.reshard_size:
         lines.append(f"resharded to {spec.reshard_size} ranks")
-    lines += [f"pass {p!r}" for p in engine.pipeline]
+    lines += [f"pass {as_compared(p)}" for p in engine.pipeline]
     for bucket in spec.buckets:
         lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
     for name, p in spec.parameters.items():
