@@ -236,3 +236,9 @@ def test_a_program_of_something_else_is_not_run(tmp_path: Path, change: Callable
 def test_what_a_checkpoint_saves_by_a_list_is_written_down(tmp_path: Path) -> None:
     function, _ = operators_that_a_checkpoint_saves(1.0)
     assert [start(tmp_path, lambda: Between(function)).found for _ in range(2)] == [False, True]
+
+
+def test_operators_of_which_the_results_are_saved_are_written_down_in_one_order(tmp_path: Path) -> None:
+    orders = [aten.mm, aten.addmm, aten.sigmoid], [aten.sigmoid, aten.addmm, aten.mm]  # as of a set
+    found = [start(tmp_path, activation_checkpointing=operators).found for operators in orders]
+    assert found == [False, True]
