@@ -22,6 +22,7 @@ from graph_fsdp.passes import GraphPass, PassContext, default_pipeline
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.programs import key as keys
 from graph_fsdp.programs.folder import Folder
+from graph_fsdp.programs.plain import Unknown
 
 
 @pytest.fixture
@@ -212,6 +213,9 @@ def test_own_source_is_that_of_all_files(tmp_path: Path, monkeypatch: pytest.Mon
     before = keys.own_source()
     (tmp_path / "inner" / "a.py").write_text("2")
     assert keys.own_source() != before
+    (tmp_path / "inner" / "a.py").unlink()  # an archive's, or compiled: two releases would have one digest
+    with pytest.raises(Unknown, match=r"the source of graph_fsdp\.passes, of which .* has no file"):
+        keys.own_source()
 
 
 # What is not known is a miss, and the log says what

@@ -218,11 +218,14 @@ def versions() -> str:
 
 
 def own_source() -> str:
-    """Return a digest of this package's source."""
+    """Return a digest of this package's source. Raises Unknown where that is not in files, as in an archive."""
     digest = hashlib.sha256()
     for package in ("graph_fsdp", "graph_fsdp.passes", "graph_fsdp.runtime"):
         folder = Path(str(sys.modules[package].__path__[0]))
-        for path in sorted(folder.rglob("*.py")):
+        files = sorted(folder.rglob("*.py"))
+        if not files:
+            raise Unknown(f"the source of {package}, of which {folder} has no file")
+        for path in files:
             digest.update(f"{package}/{path.relative_to(folder).as_posix()}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
