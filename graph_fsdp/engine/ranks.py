@@ -179,13 +179,17 @@ class Schedules:
 
     @contextlib.contextmanager
     def failures_told(self, method: str) -> Iterator[None]:
-        """Tell the other ranks, which may wait for this one, if a forward or another method raises."""
+        """Tell the other ranks, which may wait for this one, if a forward or another method raises. Raises RankFailure
+        instead if the store is lost."""
         try:
             yield
         except BaseException as error:
-            if self.lockstep is not None:
-                self.lockstep.failed_outside(error, f"{method} of {self._model}")
-            raise
+            if self.lockstep is None:
+                raise
+            cause = self.lockstep.failed_outside(error, f"{method} of {self._model}")
+            if cause is None:
+                raise
+            raise cause from error
 
     @property
     def _model(self) -> str:
