@@ -196,6 +196,13 @@ class GraphPass:
         return f"{type(self).__name__}({self.name!r})"
 
 
+def as_compared(p: GraphPass) -> str:
+    """Return what ranks compare of a pass: its repr, but for that which a dataclass gets, where the order of sets and
+    the addresses of objects are each process's own."""
+    made = getattr(type(p), "__dataclass_params__", None)
+    return GraphPass.__repr__(p) if made is not None and made.repr else repr(p)
+
+
 def strings_of(p: GraphPass, attribute: str, value: object) -> tuple[str, ...]:
     """Return a pass's collection of strings as a tuple. Raises PipelineError on anything else, one string too."""
     if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(v, str) for v in value):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,7 +25,16 @@ from torch.optim import AdamW
 
 import graph_fsdp
 from graph_fsdp import RankDisagreement
-from graph_fsdp.passes import BudgetError, Graph, GraphPass, PassContext, PassError, Role, default_pipeline
+from graph_fsdp.passes import (
+    BudgetError,
+    Graph,
+    GraphPass,
+    PassContext,
+    PassError,
+    PassPipeline,
+    Role,
+    default_pipeline,
+)
 from graph_fsdp.runtime.ranks.agreement import agree, compare
 
 FACTS = Facts(__name__)
@@ -164,6 +174,33 @@ def another_pipeline() -> None:
     pipeline = default_pipeline()
     words = ("pass Extra('extra')", "pass AssignSlots('slots')")
     disagree(small(), *words, passes=pipeline.insert_after("free", Extra()) if rank() else pipeline)
+
+
+class OfAProcess:
+    """Looks otherwise in each process, as a function does, or the order of a set."""
+
+    def __repr__(self) -> str:
+        return f"<of rank {rank()}>"
+
+
+@dataclass
+class ADataclass(GraphPass):
+    held: OfAProcess
+    number: int
+    name = "dataclass"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        return None
+
+
+@FACTS
+def a_pass_that_is_a_dataclass_is_compared_by_its_plain_attributes() -> None:
+    def passes(number: int) -> PassPipeline:
+        return default_pipeline().insert_after("free", ADataclass(OfAProcess(), number))
+
+    graph_fsdp.compile(small(), backend="eager", passes=passes(1))(batch())
+    words = ("pass ADataclass('dataclass', number=1)", "pass ADataclass('dataclass', number=0)")
+    disagree(small(), *words, passes=passes(rank()))
 
 
 class Backwards(GraphPass):

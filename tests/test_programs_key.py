@@ -22,6 +22,7 @@ from graph_fsdp.passes import GraphPass, PassContext, default_pipeline
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.programs import key as keys
 from graph_fsdp.programs.folder import Folder
+from graph_fsdp.programs.plain import Unknown
 
 
 @pytest.fixture
@@ -151,6 +152,11 @@ SWITCHES: dict[str, tuple[str, Callable[[], None], Callable[[], None]]] = {
         lambda: torch.set_float32_matmul_precision("high"),
         lambda: torch.set_float32_matmul_precision("highest"),
     ),
+    "paths of einsum": (
+        "modes",
+        lambda: setattr(torch.backends.opt_einsum, "strategy", "greedy"),
+        lambda: setattr(torch.backends.opt_einsum, "strategy", "auto"),
+    ),
     "anomaly": (
         "modes",
         lambda: torch.autograd.set_detect_anomaly(True),
@@ -207,6 +213,9 @@ def test_own_source_is_that_of_all_files(tmp_path: Path, monkeypatch: pytest.Mon
     before = keys.own_source()
     (tmp_path / "inner" / "a.py").write_text("2")
     assert keys.own_source() != before
+    (tmp_path / "inner" / "a.py").unlink()  # an archive's, or compiled: two releases would have one digest
+    with pytest.raises(Unknown, match=r"the source of graph_fsdp\.passes, of which .* has no file"):
+        keys.own_source()
 
 
 # What is not known is a miss, and the log says what
@@ -269,3 +278,13 @@ def test_a_miss_says_what_differs(folder: Path, caplog: pytest.LogCaptureFixture
         caplog.clear()
         start(folder, batch=torch.ones(2 * ROWS, WIDTH))
     assert "inputs differ from those of the nearest one" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '{"key": "x"}', "3", ""])
+def test_other_files_in_the_folder_are_none_of_programs(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "vocabulary.json").write_text(text)
+    assert [start(folder).found for _ in range(2)] == [False, True]
+    for file in folder.glob("*.json"):
+        file.write_text(text)
+    assert [start(folder).found for _ in range(2)] == [False, True]

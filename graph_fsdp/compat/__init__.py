@@ -41,6 +41,7 @@ from graph_fsdp.compat.dtensor_lists import end_equal_places as end_equal_places
 from graph_fsdp.compat.inductor.compilation import *
 from graph_fsdp.compat.layers.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
 from graph_fsdp.compat.layers.equal_layers import EqualLayers as EqualLayers
+from graph_fsdp.compat.replaced import *
 from graph_fsdp.compat.tensors import *
 from graph_fsdp.compat.traces.checkpoints import checkpointed_functions as checkpointed_functions
 from graph_fsdp.compat.traces.failed_guards import current_compilation as current_compilation

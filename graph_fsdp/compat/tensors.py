@@ -18,7 +18,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
-from torch.fx.node import _get_qualified_name
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.optim import _muon
 from torch.utils import _pytree, dlpack
@@ -332,20 +331,6 @@ def tensor_offset(file: Any, offset: int, length: int) -> int:
 def saved_tensors_are_hooked() -> bool:
     """Say whether ``torch.autograd.graph.saved_tensors_hooks`` are in effect in this thread."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def name_of_function(target: Any) -> str | None:
-    """Return the name under which torch or a module of Python has a function, "torch.relu"; None where it has none."""
-    try:
-        name = str(_get_qualified_name(target))
-    except (AttributeError, RuntimeError):
-        return None
-    return None if "<" in name else name
-
-
-def replaced_operators() -> list[str]:
-    """Return which of ATen's operators have got an implementation in Python: operator and dispatch key."""
-    return [name for name in torch.library._impls if name.startswith("aten/")]
 
 
 def attention_backends() -> str:

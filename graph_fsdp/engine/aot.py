@@ -133,7 +133,8 @@ class AotTrace:
         return self._first_program(forward, "forward", "backward")
 
     def compile_backward(self, backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
+        told = self.engine.schedules.failures_told("backward")  # where torch asks for it in the backward itself
+        with told, collector_paused(), compat.without_dispatch_modes():
             program = self._program(backward, "backward")
             program = self.engine.division.around(program, self.context.graphs["backward"], self.context, self.captured)
         self._alive = None

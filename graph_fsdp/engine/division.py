@@ -59,7 +59,8 @@ class Division:
             if self._deferred is None:
                 return whole(args)
             if not divided:
-                with compat.tracing_in(mode), collector_paused(), compat.without_dispatch_modes():
+                told = self._engine.schedules.failures_told("backward")
+                with told, compat.tracing_in(mode), collector_paused(), compat.without_dispatch_modes():
                     divided.append(self._compile(backward, context, captured))
             return divided[0](args, self._deferred)
 

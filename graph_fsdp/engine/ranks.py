@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
+from graph_fsdp.passes.context import as_compared
 from graph_fsdp.passes.ir.dialect import STARTS, reduce_payloads
 from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.runtime.comm.collectives import Pending
@@ -178,13 +179,17 @@ class Schedules:
 
     @contextlib.contextmanager
     def failures_told(self, method: str) -> Iterator[None]:
-        """Tell the other ranks, which may wait for this one, if a forward or another method raises."""
+        """Tell the other ranks, which may wait for this one, if a forward or another method raises. Raises RankFailure
+        instead if the store is lost."""
         try:
             yield
         except BaseException as error:
-            if self.lockstep is not None:
-                self.lockstep.failed_outside(error, f"{method} of {self._model}")
-            raise
+            if self.lockstep is None:
+                raise
+            cause = self.lockstep.failed_outside(error, f"{method} of {self._model}")
+            if cause is None:
+                raise
+            raise cause from error
 
     @property
     def _model(self) -> str:
@@ -207,7 +212,7 @@ def _facts(engine: Engine) -> list[str]:
         lines.append(f"shards on the {'pinned ' if pinned else ''}CPU, computed with on {device}")
     if spec.reshard_size:
         lines.append(f"resharded to {spec.reshard_size} ranks")
-    lines += [f"pass {p!r}" for p in engine.pipeline]
+    lines += [f"pass {as_compared(p)}" for p in engine.pipeline]
     for bucket in spec.buckets:
         lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
     for name, p in spec.parameters.items():

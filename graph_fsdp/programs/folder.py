@@ -15,7 +15,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
@@ -61,7 +61,7 @@ class Folder:
                 if not _is_private(os.fstat(file.fileno())):
                     log.info("%s belongs to another user, or others may write to it, and is not read", path)
                     return None
-                head, body = json.loads(file.readline()), file.read()
+                head, body = _head(file), file.read()
         except FileNotFoundError:
             log.info("no program is kept in %s: %s", self.path, self._why(key))
             return None
@@ -134,8 +134,18 @@ class Folder:
 
     def _keys(self) -> Iterator[dict[str, str]]:
         for path in self._newest_first()[:_LOOKED_AT]:
-            with contextlib.suppress(OSError, ValueError, KeyError), open(path, encoding="utf-8") as file:
-                yield json.loads(file.readline())["key"]
+            with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+                key = _head(file).get("key")
+                if isinstance(key, dict):
+                    yield key
+
+
+def _head(file: TextIO) -> dict[str, Any]:
+    """Return the first line of a file. Raises ValueError where it is not that of a program."""
+    head = json.loads(file.readline())
+    if not isinstance(head, dict):
+        raise ValueError("it is no file of a program")
+    return head
 
 
 def _is_private(status: os.stat_result) -> bool:

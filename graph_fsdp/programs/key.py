@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from graph_fsdp import compat
 from graph_fsdp.passes import GraphPass, PassContext
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 FORMAT = 2  # of the files
 _NUMBERED = re.compile(r"graph_fsdp_forward_\d+")  # a function of this process (engine/dynamo.py)
 _OF_PYTHON = ("_operator.", "operator.", "math.", "builtins.")
-_TRACED_IN = ("Autograd", "CompositeImplicit")  # dispatch keys whose functions a trace sees through
+_TRACED_IN = ("Autograd", "Autocast", "CompositeImplicit")  # dispatch keys whose functions a trace sees through
 
 
 def names_of(spec: ModelSpec, device: torch.device) -> Names:
@@ -92,7 +93,7 @@ def _graph_lines(module: fx.GraphModule, names: Names) -> Iterator[str]:
             inner = dict(module.named_modules()).get(str(node.target))
             if not isinstance(inner, fx.GraphModule):
                 raise Unknown(f"the constant {node.target}")
-            yield f"%{node.name} = graph"
+            yield f"%{node.name} = graph {_circumstances(inner, names)}"
             yield from (f"  {line}" for line in _graph_lines(inner, names))
             continue
         target = _called(node)
@@ -115,10 +116,26 @@ def _called(node: fx.Node) -> str:
         return str(target)
     if isinstance(target, compat.HigherOrderOperator):
         return f"higher order {target.name()}"
+    if compat.namespace_of(target) not in (None, *NAMESPACES):
+        raise Unknown(f"the operator {target}, which torch has not registered")
     name = compat.name_of_function(target)
     if name is None or not (name.startswith("torch.") or name.startswith(_OF_PYTHON)):
         raise Unknown(f"a call of {name or target}")
+    if not compat.is_torchs(target):
+        raise Unknown(f"a call of {name}, which is not torch's")
     return name
+
+
+def _circumstances(inner: fx.GraphModule, names: Names) -> str:
+    """Say what there is to a graph within Dynamo's besides its nodes: what makes the contexts of a checkpoint."""
+    known = dict(inner.meta)
+    made_by = known.get("_checkpoint_context_fn")
+    if isinstance(made_by, functools.partial) and made_by.func is create_selective_checkpoint_contexts:
+        known["_checkpoint_context_fn"] = ("selective", made_by.args, made_by.keywords)
+    try:
+        return plain(known, names)
+    except Unknown as reason:
+        raise Unknown(f"{reason}, with which a checkpoint or another function of torch is called") from None
 
 
 def _origin(node: fx.Node, names: Names) -> str:
@@ -201,11 +218,14 @@ def versions() -> str:
 
 
 def own_source() -> str:
-    """Return a digest of this package's source."""
+    """Return a digest of this package's source. Raises Unknown where that is not in files, as in an archive."""
     digest = hashlib.sha256()
     for package in ("graph_fsdp", "graph_fsdp.passes", "graph_fsdp.runtime"):
         folder = Path(str(sys.modules[package].__path__[0]))
-        for path in sorted(folder.rglob("*.py")):
+        files = sorted(folder.rglob("*.py"))
+        if not files:
+            raise Unknown(f"the source of {package}, of which {folder} has no file")
+        for path in files:
             digest.update(f"{package}/{path.relative_to(folder).as_posix()}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -223,17 +243,19 @@ def _backend_lines(engine: Engine, names: Names) -> Iterator[str]:
     for target, function in table.items():
         if getattr(target, "namespace", "") not in NAMESPACES:  # such an operator is in no graph with a key
             continue
-        function = getattr(function, "func", function)
-        if not str(getattr(function, "__module__", "")).startswith(("torch.", "functools")):
+        if not compat.is_torchs(getattr(function, "func", function)):
             raise Unknown(f"a decomposition of {target} that is not torch's")
     replaced = compat.replaced_operators()
     if found := [name for name in replaced if name.rpartition("/")[2].startswith(_TRACED_IN)]:
         raise Unknown(f"another implementation of {found[0]}")
+    if found := compat.replaced_methods():
+        raise Unknown(f"torch.Tensor.{found[0]}, which is not torch's")
     yield plain(sorted(replaced), names)
 
 
 def _modes() -> str:
     """Return what is set in this process and thread that a trace reads."""
+    paths = torch.backends.opt_einsum
     autocast = [
         (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
         for kind in ("cpu", "cuda", "xpu")
@@ -251,7 +273,8 @@ def _modes() -> str:
             "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             "defaults": (str(torch.get_default_dtype()), torch.get_default_device().type),
             "precision": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
-            "attention": compat.attention_backends(),
+            "attention": (compat.attention_backends(), torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()),
+            "einsum": (getattr(paths.get_opt_einsum(), "__version__", None), paths.enabled, paths.strategy),
             "libraries": (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled),
         }
     )

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.ir.portable import Names, NotPortable, operator_name
+from graph_fsdp.passes.ir.portable import NAMESPACES, Names, NotPortable, operator_name
 
 
 class Unknown(Exception):
@@ -41,6 +41,8 @@ def plain(value: Any, names: Names, nodes: Mapping[fx.Node, str] | None = None) 
             return f"device {names.of_device(value)}"
         if isinstance(value, compat.OpOverload):
             return operator_name(value)
+        if compat.namespace_of(value) in NAMESPACES:  # all overloads of an operator
+            return str(value)
     except NotPortable as reason:
         raise Unknown(str(reason)) from None
     if isinstance(value, torch.Size):

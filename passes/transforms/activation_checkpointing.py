@@ -82,7 +82,8 @@ class ActivationCheckpointing:
         if not isinstance(self.offload, bool):
             raise TypeError(f"ActivationCheckpointing: offload must be True or False, got {self.offload!r}")
         if isinstance(self.recompute, Collection) and not isinstance(self.recompute, str):
-            object.__setattr__(self, "recompute", tuple(self.recompute))
+            in_one_order = sorted(self.recompute, key=str)  # that of a set is each process's own
+            object.__setattr__(self, "recompute", tuple(in_one_order))
         if (wrong := _what_is_wrong(self.recompute)) is not None:
             kind, what = wrong
             raise kind(f"activation_checkpointing: {what}; pass {_ACCEPTED}")

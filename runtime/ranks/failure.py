@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.05
 _END_SECONDS = 2.0
 _DESCRIBED = 4  # ranks, of those that a long wait is for
 _ERROR_CHARACTERS = 600
-_ADVICE = "start all ranks again from the last complete checkpoint: their collectives do not match any more"
+ADVICE = "start all ranks again from the last complete checkpoint: their collectives do not match any more"
 
 Value = TypeVar("Value")
 
@@ -82,6 +82,13 @@ def described(error: BaseException) -> str:
     name = "" if isinstance(error, CollectiveFailed) else f"{type(error).__name__}: "
     text = f"{name}{error}".strip().rstrip(":")
     return text if len(text) <= _ERROR_CHARACTERS else f"{text[:_ERROR_CHARACTERS]}…"
+
+
+def store_lost(error: BaseException, more: str = "") -> str:
+    return (
+        f"the store of the process group does not answer{more} ({described(error)}): the process that hosts it, rank 0 "
+        "or torchrun's, has ended"
+    )
 
 
 def is_of_process_group(error: BaseException) -> bool:
@@ -212,26 +219,23 @@ class Failures:
                 missing = [rank for rank in self.ranks if rank != mine.rank and rank not in answered]
                 states = {rank: state_of(self._processes, rank) for rank in missing}
             except RuntimeError as error:
-                return (
-                    f"{what} ({mine.error}), and the store of the process group does not answer either "
-                    f"({described(error)}): the process that hosts it, rank 0 or torchrun's, has ended; {_ADVICE}"
-                )
+                return f"{what} ({mine.error}), and {store_lost(error, ' either')}; {ADVICE}"
             causes = "; ".join(str(failure) for failure in others if not failure.of_others)
             gone = {rank: state for rank, state in states.items() if state and "runs" not in state}
             if causes or gone:
                 causes = causes or f"ranks {listed(list(gone))} do not take part ({in_words(gone)})"
-                return f"{what}, because {causes}; {_ADVICE} ({mine.error})"
+                return f"{what}, because {causes}; {ADVICE} ({mine.error})"
             if not missing:
                 return (
                     f"{what} ({mine.error}), and all other ranks were in a collective, too: a connection between them "
-                    f"broke, or one took longer than the timeout of the process group; {_ADVICE}"
+                    f"broke, or one took longer than the timeout of the process group; {ADVICE}"
                 )
             if time.monotonic() > deadline:
                 names = in_words(states)
                 return (
                     f"{what}, and ranks {listed(missing)} did not answer within {ROLL_CALL_SECONDS:.0f} s"
                     f"{f' ({names})' if names else ''}: killed, stopped, out of reach, or busy with something else; "
-                    f"look at their output; {_ADVICE} ({mine.error})"
+                    f"look at their output; {ADVICE} ({mine.error})"
                 )
             time.sleep(_POLL_SECONDS)
 

@@ -180,14 +180,20 @@ class Lockstep(Lookout):
             error.add_note(f"raised on rank {mine.rank} in {where}")
         return None
 
-    def failed_outside(self, error: BaseException, where: str) -> None:
-        """Tell the other ranks, which may run a program, that a forward raised outside of one."""
+    def failed_outside(self, error: BaseException, where: str) -> RankFailure | None:
+        """Tell the other ranks, which may run a program, that a forward raised outside of one. Return what to raise in
+        place of an error of the store, where ranks wait for each other; else None."""
+        if isinstance(error, dist.DistNetworkError) and self.failure is None:
+            lost = failure.store_lost(error)
+            self.failure = RankFailure(f"rank {self.me} cannot end {where}, because {lost}; {failure.ADVICE}")
+            return self.failure
         own = self.failures.mine
         if own is not None and own.position == self.position - 1:  # the program has told
-            return
+            return None
         if not isinstance(error, (RankDisagreement, RankFailure)):
             said = failure.described(error)
             self.failures.announce(Failure(self.me, self.position, False, False, where, said))
+        return None
 
     def _compare(self, key: str) -> None:
         self.comparisons += 1

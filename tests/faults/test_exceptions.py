@@ -24,6 +24,7 @@ import graph_fsdp
 from graph_fsdp import RankDisagreement, RankFailure, compat
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime.ranks import failure
+from graph_fsdp.runtime.regions.regions import RegionCache
 
 FACTS = Facts(__name__)
 
@@ -309,6 +310,26 @@ def one_rank_raises_before_its_program_and_does_not_come_back() -> None:
     assert_whole(model, shards)
 
 
+def one_rank_raises_when_its_backward_is_compiled() -> None:
+    """Which is in the first backward, outside of a forward: the others have begun theirs."""
+    model = compiled()
+    shards, make = list(model.parameters()), RegionCache.cut
+    RegionCache.cut = lambda self, graph: fail() if graph.phase == "backward" else make(self, graph)  # type: ignore
+    failure.RETRY_SECONDS, key = 0.5, "told of a backward"
+    try:
+        if rank() == 1:
+            assert type(caught(lambda: step(model))) is Broken
+            compat.default_store().wait([key])  # it does something else
+        else:
+            RegionCache.cut = make  # type: ignore[method-assign]
+            error = caught(lambda: step(model))
+            compat.default_store().set(key, "")
+            assert isinstance(error, RankFailure) and "rank 1 raised Broken: no such sample in backward" in str(error)
+    finally:
+        failure.RETRY_SECONDS, RegionCache.cut = 60.0, make  # type: ignore[method-assign]
+    assert_whole(model, shards)
+
+
 def one_rank_raises_before_its_program_and_comes_back() -> None:
     """The others wait for it: nothing was started, and nothing is lost."""
     model = warm(compiled())
@@ -336,6 +357,7 @@ def ranks_raise_in_different_places() -> None:
 ALONE = (
     one_rank_raises_in_forward,
     one_rank_raises_before_its_program_and_comes_back,
+    one_rank_raises_when_its_backward_is_compiled,
     one_rank_raises_in_backward,
     one_rank_raises_in_a_hook_on_reductions,
     one_rank_is_interrupted_between_start_and_wait,
@@ -343,7 +365,7 @@ ALONE = (
     one_rank_raises_before_its_program_and_does_not_come_back,
     ranks_raise_in_different_places,
 )
-FIRST = 2  # of them, in the launch of the facts
+FIRST = 3  # of them, in the launch of the facts
 
 
 @FACTS

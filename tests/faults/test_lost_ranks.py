@@ -111,7 +111,7 @@ def test_a_rank_ends_before_others_compile_with_it(how: str, why: str) -> None:
         assert why in error, error
 
 
-def lose_the_store() -> str:
+def lose_the_store(when: str) -> str:
     """Rank 0 hosts the store, as without torchrun, and dies with it."""
     torch.set_num_threads(1)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
@@ -124,17 +124,26 @@ def lose_the_store() -> str:
     else:
         store = dist.TCPStore("127.0.0.1", int(launcher.get("port")), is_master=False)
     dist.init_process_group("gloo", store=store, rank=me, world_size=2, timeout=datetime.timedelta(seconds=TIMEOUT))
-    model = warm(compiled())
+    model = compiled()
+    if when == "in a forward":
+        warm(model)
     shards = list(model.parameters())
     if me == 0:
         FAULTS["forward"] = die
+        if when == "before others compile":
+            die()
     error = caught(lambda: step(model))
     assert isinstance(error, graph_fsdp.RankFailure), repr(error)
     assert_whole(model, shards)
+    again = caught(lambda: step(model))
+    assert isinstance(again, graph_fsdp.RankFailure) and str(again) == str(error)
     return str(error)
 
 
-@pytest.mark.long
-def test_the_rank_that_hosts_the_store_is_killed() -> None:
-    (error,) = run_ranks(lose_the_store, 2, backend=None, lost=[0])
-    assert "the store of the process group does not answer either" in error and "rank 0 or torchrun's" in error
+WITHOUT_STORE = [pytest.param("in a forward", " either", marks=pytest.mark.long), ("before others compile", "")]
+
+
+@pytest.mark.parametrize(("when", "more"), WITHOUT_STORE)
+def test_the_rank_that_hosts_the_store_is_killed(when: str, more: str) -> None:
+    (error,) = run_ranks(lose_the_store, 2, when, backend=None, lost=[0])
+    assert f"the store of the process group does not answer{more}" in error and "rank 0 or torchrun's" in error

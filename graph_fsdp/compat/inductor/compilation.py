@@ -134,8 +134,8 @@ def _vectors_named(module: torch.fx.GraphModule) -> contextlib.AbstractContextMa
 
 
 def inductor_settings() -> dict[str, Any]:
-    """Return Inductor's configuration by name."""
+    """Return Inductor's configuration by name, with the user's passes on joint graphs, which torch leaves out."""
     from torch._inductor import config
 
     settings: dict[str, Any] = config.save_config_portable(ignore_private_configs=False)
-    return settings
+    return settings | {name: getattr(config, name) for name in ("joint_custom_pre_pass", "joint_custom_post_pass")}
