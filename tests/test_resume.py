@@ -143,6 +143,22 @@ def test_states_that_there_are_for_some_parameters_only(tmp_path: Path) -> None:
     assert not different(*found)
 
 
+def test_states_of_parameters_that_were_frozen_since(tmp_path: Path) -> None:
+    """Both trainings unfreeze them later, and go on with their states."""
+    first, other = Training(compiled()), Training(compiled(), seed=1)
+    first.train(2)
+    for training in (first, other):
+        training.model.blocks[0].requires_grad_(False)
+    first.train(3)
+    first.save(tmp_path / "step_3")
+    other.load(tmp_path / "step_3")
+    assert not any(p.requires_grad for p in other.model.blocks[0].parameters())
+    for training in (first, other):
+        training.model.blocks[0].requires_grad_(True)
+    assert other.train(STEPS) == first.train(STEPS)
+    assert not different(other.values(), first.values())
+
+
 def test_several_optimizers_and_groups(tmp_path: Path) -> None:
     def make(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         torch.manual_seed(seed)

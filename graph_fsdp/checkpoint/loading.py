@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,11 +193,12 @@ class OptimizerValues:
         """Make the states that the checkpoint has; ``wanted`` is complete afterwards. Raises CheckpointError, after
         which ``undo`` is to be called, if they are another kind of optimizer's."""
         for optimizer in self.optimizers:
-            here = {p for p in parameters_of(optimizer) if p.requires_grad}
+            saved = {p for p in parameters_of(optimizer) if self.names[p] in self._saved}
+            here = {p for p in parameters_of(optimizer) if p.requires_grad} | saved
             held = {parameter for parameter, state in optimizer.state.items() if state}
-            if here - held and not self._saved.isdisjoint(self._names(here)):
+            if saved and here - held:
                 self._before.append((optimizer, dict(optimizer.state)))
-                _initialise(self.model, optimizer)
+                _initialise(self.model, optimizer, here)
             self._state.update(states_by_name(optimizer, self.names))
         matched = StateMatch(self._state, self._states, self.key, self.checkpoint)
         self.wanted.update(matched.wanted)
@@ -269,15 +270,18 @@ def _beginnings(path: str) -> set[str]:
     return set(itertools.accumulate(path.split("."), "{}.{}".format))
 
 
-def _initialise(model: nn.Module, optimizer: Optimizer) -> None:
-    """Give every trainable parameter a new state. Gradients stay, as they would keep torch from making states."""
+def _initialise(model: nn.Module, optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
+    """Give these of its parameters new states, and others none. Frozen ones have states of steps before they were
+    frozen. Gradients stay, as they would keep torch from making states."""
     optimizer.state.clear()
-    parameters = parameters_of(optimizer)
-    gradients = [(p, p.grad) for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+    before = [(p, p.grad, p.requires_grad) for p in parameters_of(optimizer)]
+    for p, _, _ in before:
+        p.grad = None
+        if p in parameters:
+            p.requires_grad_(True)
     try:
         get_optimizer_state_dict(model, optimizer)
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for p, gradient, is_trained in before:
+            p.grad = gradient
+            p.requires_grad_(is_trained)
