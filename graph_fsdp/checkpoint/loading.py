@@ -36,6 +36,7 @@ from graph_fsdp.checkpoint.state import (
     OPTIMIZER,
     RNG,
     leaves,
+    nested,
     optimizers_of,
     parameter_names,
     set_random_state,
@@ -230,17 +231,20 @@ class OptimizerValues:
 
     def _read_groups(self, key: str) -> list[dict[str, Any]]:
         """Return the saved groups, each with its "params" by name; one per parameter of a flattened state dict."""
-        found: dict[str, dict[str, Any]] = {}
+        places = self.checkpoint.metadata.planner_data or {}
+        found: dict[Any, dict[tuple[Any, ...], Any]] = {}
         for path, entry in self.checkpoint.under(key).items():
-            rest, _, option = path.rpartition(".")
             if isinstance(entry, BytesStorageMetadata):
                 value = self.checkpoint.value(joined(key, path))
             else:
                 value = self.wanted[joined(key, path)] = empty(entry)
-            found.setdefault(rest, {})[option] = value
-        if all("params" in group for group in found.values()):
-            return list(found.values())
-        return [{**options, "params": [name]} for name, options in found.items()]
+            name, _, option = path.rpartition(".")
+            group, *place = _below(key, places.get(joined(key, path), ())) or (name, option)
+            found.setdefault(group, {})[tuple(place)] = value
+        groups = {group: nested(options) for group, options in found.items()}
+        if all("params" in group for group in groups.values()):
+            return list(groups.values())
+        return [{**options, "params": [name]} for name, options in groups.items()]
 
     def _match_parameters(self) -> None:
         """Check that the checkpoint has the optimizers' parameters, and that the same ones are in a group together."""
@@ -263,6 +267,12 @@ class OptimizerValues:
         names = self._names(group["params"])
         saved = next((g for g in self._groups if not names or names[0] in g["params"]), {})
         return {**group, **saved, "params": names}
+
+
+def _below(key: str, place: Sequence[Any]) -> Sequence[Any]:
+    """Return the rest of an entry's place in what was saved, below a key; () where no part of it is that key."""
+    beginnings = list(itertools.accumulate(map(str, place), "{}.{}".format))
+    return place[beginnings.index(key) + 1 :] if key in beginnings else ()
 
 
 def _beginnings(path: str) -> set[str]:

@@ -101,6 +101,18 @@ def leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:
             yield value, place, item, key
 
 
+def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Return the dicts, and lists where keys are numbers, that have these values at these paths: what ``leaves`` takes
+    apart, but for the keys of dicts, which are text."""
+    if () in values:
+        return values[()]
+    parts: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (first, *rest), value in values.items():
+        parts.setdefault(first, {})[tuple(rest)] = value
+    made = {place: nested(inside) for place, inside in parts.items()}
+    return made if any(isinstance(place, str) for place in made) else [made[place] for place in sorted(made)]
+
+
 def _has_entries(value: Any) -> bool:
     if isinstance(value, list):
         return any(isinstance(item, Tensor) or _has_entries(item) for item in value)
