@@ -189,7 +189,11 @@ def test_several_optimizers_and_groups(tmp_path: Path) -> None:
 
 
 def test_options_of_groups_may_have_parts_and_names_with_dots(tmp_path: Path) -> None:
-    options = {"schedule": {"kind": "cosine", "at": [1, 2]}, "factors": [torch.ones(2), {"x": None}], "layer.decay": 0.9}
+    options = {
+        "schedule": {"kind": "cosine", "at": [1, 2]},
+        "factors": [torch.ones(2), {"x": None}],
+        "layer.decay": 0.9,
+    }
 
     def make(**settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = graph_fsdp.compile(nn.Linear(WIDTH, 2), backend="eager")

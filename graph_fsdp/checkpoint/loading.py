@@ -285,13 +285,21 @@ def _initialise(model: nn.Module, optimizer: Optimizer, parameters: Collection[T
     frozen. Gradients stay, as they would keep torch from making states."""
     optimizer.state.clear()
     before = [(p, p.grad, p.requires_grad) for p in parameters_of(optimizer)]
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
     for p, _, _ in before:
         p.grad = None
         if p in parameters:
             p.requires_grad_(True)
     try:
         get_optimizer_state_dict(model, optimizer)
+    except Exception as error:
+        raise CheckpointError(
+            f"optimizer: {type(optimizer).__name__} has no states yet, and its step with gradients of zero, which "
+            f"makes them, failed: {type(error).__name__}: {error}; have it step once before its state is loaded"
+        ) from error
     finally:
+        for group, options in groups:  # where the step failed, the learning rate is zero
+            group.update(options)
         for p, gradient, is_trained in before:
             p.grad = gradient
             p.requires_grad_(is_trained)

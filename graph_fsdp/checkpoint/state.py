@@ -46,6 +46,11 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[T
     }
     for optimizer in optimizers:
         unknown = sum(p not in names for p in parameters_of(optimizer))
+        if unknown and any("_graph_fsdp_whole" in vars(p) for p in names):
+            raise ValueError(
+                "model: its parameters are whole, and the optimizer has their shards; save and load outside of the "
+                "block of graph_fsdp.unsharded"
+            )
         if unknown:
             raise ValueError(f"optimizer has {unknown} parameters that are not the model's; make it after compile")
     return names
