@@ -331,17 +331,20 @@ def test_offloaded_shards_are_stepped_where_they_are(make_model: Callable[..., n
     assert_same_training(model, optimizer, expected, other)
 
 
-@pytest.mark.parametrize("assigned", [False, True], ids=["where they are", "after data was assigned"])
-def test_a_model_on_one_process(assigned: bool) -> None:
+@pytest.mark.parametrize("before", ["", "the model is cast", "data is assigned"])
+def test_a_model_on_one_process(before: str) -> None:
+    dtype = torch.float64 if before == "the model is cast" else torch.float32
+
     def trained(distribute: bool) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
-        model = graph_fsdp.compile(Net(), backend="eager")
+        model = graph_fsdp.compile(Net(), backend="eager").to(dtype)
         optimizer: Optimizer = optim.AdamW(model.parameters(), lr=0.01)
         if distribute:
             graph_fsdp.distribute_optimizer(optimizer)
         for step in range(STEPS):
-            model(torch.randn(4, 33, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-            for p in model.parameters() if assigned else ():
+            x = torch.randn(4, 33, generator=torch.Generator().manual_seed(step), dtype=dtype)
+            model(x).square().mean().backward()
+            for p in model.parameters() if before == "data is assigned" else ():
                 p.data = p.data * 0.9
             optimizer.step()
             optimizer.zero_grad()

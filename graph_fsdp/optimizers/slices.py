@@ -164,7 +164,8 @@ class Slices:
         self.forget_buffers()
         Storage.holders.add(self)
         self._find(parameters_of(optimizer))
-        if not self._slices:
+        held = () if self._slices else shards_of(parameters_of(optimizer))
+        if not self._slices and not any(storage.is_away for storage, _ in held):  # without buffers until a forward
             raise ValueError(NOT_COMPILED)
 
     def forget_buffers(self) -> None:
