@@ -89,8 +89,10 @@ def load(
     in_memory, mine = is_in_memory(path), f"{RNG}.{ranks.index}"
     if in_memory:
         bring_values(ranks, Path(path), mine, verify)
-    with ranks.agreeing([] if in_memory else [os.path.abspath(path)]):
+    facts = [] if in_memory else [os.path.abspath(path)]
+    with ranks.agreeing(facts):
         optimizers = optimizers_of(optimizer)
+        facts.append(f"{len(optimizers)} optimizers")
         checkpoint = Checkpoint.open(path)
         if ranks.is_first and not in_memory:  # once is enough, and takes as long as there are files
             checkpoint.check_files()
