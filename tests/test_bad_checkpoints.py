@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from models import MLP
 from resuming import SAVED_AT, STEPS, Training, compiled, different
 from test_resume import names
+from torch import nn
 
 import graph_fsdp
 from graph_fsdp import CheckpointError
@@ -78,6 +79,38 @@ def test_loading_into_an_optimizer_of_another_model(trained: Training, tmp_path:
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="optimizer has 2 parameters that are not the model's; make it after co"):
         load(tmp_path / "a", trained.model, other)
+
+
+def test_parameters_that_are_whole_while_it_is_saved_or_loaded(trained: Training, tmp_path: Path) -> None:
+    trained.save(tmp_path / "a")
+    with graph_fsdp.unsharded(trained.model):
+        with pytest.raises(ValueError, match=r"its parameters are whole, .* outside of the block"):
+            trained.save(tmp_path / "b")
+        with pytest.raises(ValueError, match=r"its parameters are whole, .* outside of the block"):
+            trained.load(tmp_path / "a")
+
+
+def test_an_optimizer_whose_states_only_a_closure_makes(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = graph_fsdp.compile(nn.Linear(4, 2), backend="eager")
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=2)
+
+    model, optimizer = make()
+
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    save(tmp_path / "a", model, optimizer)
+    other, fresh = make()
+    before = {name: p.detach().clone() for name, p in other.named_parameters()}
+    with pytest.raises(CheckpointError, match=r"LBFGS has no states yet, and its step .* failed"):
+        load(tmp_path / "a", other, fresh)
+    assert fresh.param_groups[0]["lr"] == 0.5 and not fresh.state
+    assert not different(before, {name: p.detach() for name, p in other.named_parameters()})
 
 
 def test_the_checkpoint_of_another_model(trained: Training, tmp_path: Path) -> None:

@@ -241,6 +241,16 @@ def test_a_group_with_another_dtensor_is_stepped_as_before(
     assert_same_training(*trained(True), *trained(False))
 
 
+def test_parameters_that_load_state_dict_has_assigned_are_stepped(make_model: Callable[..., nn.Module]) -> None:
+    model, expected = make_model(), make_model()
+    model.load_state_dict(copy.deepcopy(expected.state_dict()), assign=True)  # and no forward since
+    optimizer = graph_fsdp.distribute_optimizer(optim.AdamW(model.parameters(), lr=0.01))
+    other = optim.AdamW(expected.parameters(), lr=0.01)
+    train(model, optimizer)
+    train(expected, other)
+    assert_same_training(model, optimizer, expected, other)
+
+
 def test_hooks_run_once_and_see_parameters(make_model: Callable[..., nn.Module]) -> None:
     model = make_model()
     optimizer = graph_fsdp.distribute_optimizer(optim.AdamW(model.parameters()))
@@ -321,15 +331,21 @@ def test_offloaded_shards_are_stepped_where_they_are(make_model: Callable[..., n
     assert_same_training(model, optimizer, expected, other)
 
 
-def test_a_model_on_one_process() -> None:
+@pytest.mark.parametrize("before", ["", "the model is cast", "data is assigned"])
+def test_a_model_on_one_process(before: str) -> None:
+    dtype = torch.float64 if before == "the model is cast" else torch.float32
+
     def trained(distribute: bool) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
-        model = graph_fsdp.compile(Net(), backend="eager")
+        model = graph_fsdp.compile(Net(), backend="eager").to(dtype)
         optimizer: Optimizer = optim.AdamW(model.parameters(), lr=0.01)
         if distribute:
             graph_fsdp.distribute_optimizer(optimizer)
         for step in range(STEPS):
-            model(torch.randn(4, 33, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            x = torch.randn(4, 33, generator=torch.Generator().manual_seed(step), dtype=dtype)
+            model(x).square().mean().backward()
+            for p in model.parameters() if before == "data is assigned" else ():
+                p.data = p.data * 0.9
             optimizer.step()
             optimizer.zero_grad()
         return model, optimizer

@@ -142,6 +142,14 @@ def writes(model: Any, optimizer: Any) -> None:
             p.mul_(0.5)
 
 
+def replaces(model: Any, optimizer: Any) -> None:
+    layer = model.blocks[0].up
+    before, layer.weight = layer.weight, nn.Parameter(layer.weight.detach() * 0.5)
+    for group in optimizer.param_groups:
+        group["params"] = [layer.weight if p is before else p for p in group["params"]]
+    optimizer.state[layer.weight] = optimizer.state.pop(before)
+
+
 def loads(model: Any, optimizer: Any) -> None:
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
 
@@ -189,6 +197,8 @@ BETWEEN = (
 @FACTS
 def a_write_between_step_and_forward_counts() -> None:
     alike(between=evaluates_and_writes)
+    torch._dynamo.reset()
+    alike(between=replaces)
 
 
 @FACTS.long

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from graph_fsdp import CheckpointError
-from graph_fsdp.checkpoint import bringing, checksums, latest, save
+from graph_fsdp.checkpoint import bringing, checksums, latest, load, save
 from graph_fsdp.checkpoint.hosts import DESCRIPTION, SHARED, VARIABLE, place_of
 
 FACTS = Facts(__name__)
@@ -276,6 +276,12 @@ def bad_input_is_one_error_on_all_ranks() -> None:
             first.save(runs / "step_1", memory=True, keep=3)
         with pytest.raises(CheckpointError, match="ranks must save and load the same"):
             first.save(runs / "step_1", memory=dist.get_rank() == 1)
+        first.save(runs / "step_0")
+        given = None if dist.get_rank() else first.optimizer
+        with pytest.raises(CheckpointError, match=r"the same: rank 1 has .*'0 optimizers'\] and rank 0 .*'1 optim"):
+            save(runs / "step_1", first.model, given)
+        with pytest.raises(CheckpointError, match=r"the same: rank 1 has .*'0 optimizers'\] and rank 0 .*'1 optim"):
+            load(runs / "step_0", first.model, given)
         os.environ[VARIABLE] += "/missing"
         with pytest.raises(CheckpointError, match=r"missing is no folder; name one that is in memory .*GRAPH_FSDP_MEM"):
             first.save(runs / "step_1", memory=True)

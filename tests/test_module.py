@@ -7,6 +7,7 @@ import gc
 import inspect as python_inspect
 import itertools
 import logging
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -266,5 +267,7 @@ def test_a_parameter_without_elements_has_a_gradient_without_elements(backend: L
         model = graph_fsdp.compile(WithoutElements(), backend=backend)
         model(torch.ones(2, 16)).sum().backward()
         assert model.prompt.grad.shape == (0, 16) and model.head.weight.grad.shape == (4, 16)
+        largest = model.head.weight.grad.abs().max()
+        assert model.clip_grad_norm_(1e9, math.inf) >= largest, "also where a rank has no rows of a parameter"
         report = graph_fsdp.inspect(model)
         assert "aten.new_empty.default" in report.backward.stages["bucket"].body

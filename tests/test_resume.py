@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import signal
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -143,6 +144,22 @@ def test_states_that_there_are_for_some_parameters_only(tmp_path: Path) -> None:
     assert not different(*found)
 
 
+def test_states_of_parameters_that_were_frozen_since(tmp_path: Path) -> None:
+    """Both trainings unfreeze them later, and go on with their states."""
+    first, other = Training(compiled()), Training(compiled(), seed=1)
+    first.train(2)
+    for training in (first, other):
+        training.model.blocks[0].requires_grad_(False)
+    first.train(3)
+    first.save(tmp_path / "step_3")
+    other.load(tmp_path / "step_3")
+    assert not any(p.requires_grad for p in other.model.blocks[0].parameters())
+    for training in (first, other):
+        training.model.blocks[0].requires_grad_(True)
+    assert other.train(STEPS) == first.train(STEPS)
+    assert not different(other.values(), first.values())
+
+
 def test_several_optimizers_and_groups(tmp_path: Path) -> None:
     def make(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         torch.manual_seed(seed)
@@ -169,6 +186,27 @@ def test_several_optimizers_and_groups(tmp_path: Path) -> None:
     load(tmp_path / "a_1", other, others)
     assert [group["lr"] for o in others for group in o.param_groups] == [0.1, 0.5, 0.2]
     assert train(other, others) == train(model, optimizers)
+
+
+def test_options_of_groups_may_have_parts_and_names_with_dots(tmp_path: Path) -> None:
+    options = {
+        "schedule": {"kind": "cosine", "at": [1, 2]},
+        "factors": [torch.ones(2), {"x": None}],
+        "layer.decay": 0.9,
+    }
+
+    def make(**settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = graph_fsdp.compile(nn.Linear(WIDTH, 2), backend="eager")
+        groups = [{"params": [model.weight], **settings}, {"params": [model.bias], "lr": 0.5}]
+        return model, torch.optim.SGD(groups, lr=0.1)
+
+    save(tmp_path / "a_1", *make(**options))
+    model, optimizer = make()
+    load(tmp_path / "a_1", model, optimizer)
+    first, second = optimizer.param_groups
+    assert torch.equal(first["factors"].pop(0), torch.ones(2))
+    assert {name: first[name] for name in options} == {**options, "factors": [{"x": None}]}
+    assert second["lr"] == 0.5 and options.keys().isdisjoint(second)
 
 
 def test_values_beside_the_model_keep_their_types(tmp_path: Path) -> None:
@@ -255,6 +293,22 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_a_save_that_is_interrupted_is_no_error_of_a_checkpoint(
+    trained: Training, tmp_path: Path, stop: type[BaseException]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise stop
+
+    before = signal.signal(signal.SIGXFSZ, interrupt)  # comes while a file is written
+    try:
+        with file_size_limit(4096), pytest.raises(stop):
+            trained.save(tmp_path / "step_2")
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+    assert names(tmp_path) == []
 
 
 def test_a_save_that_fails_leaves_what_was_there(trained: Training, tmp_path: Path) -> None:

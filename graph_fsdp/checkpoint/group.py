@@ -113,10 +113,16 @@ class Ranks:
                 )
         told[:] = first[2]
 
-    def told(self, error: BaseException) -> CheckpointError:
-        """Return an error of torch.distributed.checkpoint as one of ours, which says on which ranks and why."""
+    def told(self, error: BaseException) -> BaseException:
+        """Return an error of torch.distributed.checkpoint as one of ours, which says on which ranks and why; where this
+        rank was interrupted (Ctrl-C) or told to exit, as that."""
         if not isinstance(error, CheckpointException):
             return no_answer(error, self.ranks) if isinstance(error, RuntimeError) else CheckpointError(describe(error))
+        own: BaseException | None = error.failures.get(self.index, (None,))[0]
+        while own is not None:  # files that are closed raise in turn
+            if not isinstance(own, Exception):
+                return own
+            own = own.__context__
         failures = {self.ranks[index]: failure[0] for index, failure in sorted(error.failures.items())}
         first, reason = next(iter(failures.items()))
         if self.group is None:

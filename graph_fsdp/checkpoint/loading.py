@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from graph_fsdp.checkpoint.state import (
     OPTIMIZER,
     RNG,
     leaves,
+    nested,
     optimizers_of,
     parameter_names,
     set_random_state,
@@ -88,8 +89,10 @@ def load(
     in_memory, mine = is_in_memory(path), f"{RNG}.{ranks.index}"
     if in_memory:
         bring_values(ranks, Path(path), mine, verify)
-    with ranks.agreeing([] if in_memory else [os.path.abspath(path)]):
+    facts = [] if in_memory else [os.path.abspath(path)]
+    with ranks.agreeing(facts):
         optimizers = optimizers_of(optimizer)
+        facts.append(f"{len(optimizers)} optimizers")
         checkpoint = Checkpoint.open(path)
         if ranks.is_first and not in_memory:  # once is enough, and takes as long as there are files
             checkpoint.check_files()
@@ -193,11 +196,12 @@ class OptimizerValues:
         """Make the states that the checkpoint has; ``wanted`` is complete afterwards. Raises CheckpointError, after
         which ``undo`` is to be called, if they are another kind of optimizer's."""
         for optimizer in self.optimizers:
-            here = {p for p in parameters_of(optimizer) if p.requires_grad}
+            saved = {p for p in parameters_of(optimizer) if self.names[p] in self._saved}
+            here = {p for p in parameters_of(optimizer) if p.requires_grad} | saved
             held = {parameter for parameter, state in optimizer.state.items() if state}
-            if here - held and not self._saved.isdisjoint(self._names(here)):
+            if saved and here - held:
                 self._before.append((optimizer, dict(optimizer.state)))
-                _initialise(self.model, optimizer)
+                _initialise(self.model, optimizer, here)
             self._state.update(states_by_name(optimizer, self.names))
         matched = StateMatch(self._state, self._states, self.key, self.checkpoint)
         self.wanted.update(matched.wanted)
@@ -229,17 +233,20 @@ class OptimizerValues:
 
     def _read_groups(self, key: str) -> list[dict[str, Any]]:
         """Return the saved groups, each with its "params" by name; one per parameter of a flattened state dict."""
-        found: dict[str, dict[str, Any]] = {}
+        places = self.checkpoint.metadata.planner_data or {}
+        found: dict[Any, dict[tuple[Any, ...], Any]] = {}
         for path, entry in self.checkpoint.under(key).items():
-            rest, _, option = path.rpartition(".")
             if isinstance(entry, BytesStorageMetadata):
                 value = self.checkpoint.value(joined(key, path))
             else:
                 value = self.wanted[joined(key, path)] = empty(entry)
-            found.setdefault(rest, {})[option] = value
-        if all("params" in group for group in found.values()):
-            return list(found.values())
-        return [{**options, "params": [name]} for name, options in found.items()]
+            name, _, option = path.rpartition(".")
+            group, *place = _below(key, places.get(joined(key, path), ())) or (name, option)
+            found.setdefault(group, {})[tuple(place)] = value
+        groups = {group: nested(options) for group, options in found.items()}
+        if all("params" in group for group in groups.values()):
+            return list(groups.values())
+        return [{**options, "params": [name]} for name, options in groups.items()]
 
     def _match_parameters(self) -> None:
         """Check that the checkpoint has the optimizers' parameters, and that the same ones are in a group together."""
@@ -264,20 +271,37 @@ class OptimizerValues:
         return {**group, **saved, "params": names}
 
 
+def _below(key: str, place: Sequence[Any]) -> Sequence[Any]:
+    """Return the rest of an entry's place in what was saved, below a key; () where no part of it is that key."""
+    beginnings = list(itertools.accumulate(map(str, place), "{}.{}".format))
+    return place[beginnings.index(key) + 1 :] if key in beginnings else ()
+
+
 def _beginnings(path: str) -> set[str]:
     """Return what stands before each dot of a path, and all of it: one is the name of the state's parameter."""
     return set(itertools.accumulate(path.split("."), "{}.{}".format))
 
 
-def _initialise(model: nn.Module, optimizer: Optimizer) -> None:
-    """Give every trainable parameter a new state. Gradients stay, as they would keep torch from making states."""
+def _initialise(model: nn.Module, optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
+    """Give these of its parameters new states, and others none. Frozen ones have states of steps before they were
+    frozen. Gradients stay, as they would keep torch from making states."""
     optimizer.state.clear()
-    parameters = parameters_of(optimizer)
-    gradients = [(p, p.grad) for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+    before = [(p, p.grad, p.requires_grad) for p in parameters_of(optimizer)]
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    for p, _, _ in before:
+        p.grad = None
+        if p in parameters:
+            p.requires_grad_(True)
     try:
         get_optimizer_state_dict(model, optimizer)
+    except Exception as error:
+        raise CheckpointError(
+            f"optimizer: {type(optimizer).__name__} has no states yet, and its step with gradients of zero, which "
+            f"makes them, failed: {type(error).__name__}: {error}; have it step once before its state is loaded"
+        ) from error
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for group, options in groups:  # where the step failed, the learning rate is zero
+            group.update(options)
+        for p, gradient, is_trained in before:
+            p.grad = gradient
+            p.requires_grad_(is_trained)

@@ -105,10 +105,13 @@ def save(
     seen = survey(ranks, final.parent, [str(final), *facts])
     temporary: Path | None = None
     try:
-        with ranks.agreeing([]) as told:
+        given: list[str] = []
+        with ranks.agreeing(given) as told:
             _check(final, extra, keep, memory)
+            optimizers = optimizers_of(optimizer)
+            given.append(f"{len(optimizers)} optimizers")
             to_write = functools.partial(access_of(model).to_write, copy=asynchronous)
-            tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, to_write)
+            tree = training_state(model, optimizers, extra or {}, ranks.index, to_write)
             if memory:
                 told.append(prepare(final, seen, overwrite))
             elif ranks.is_first:

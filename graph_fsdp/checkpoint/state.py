@@ -46,6 +46,11 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[T
     }
     for optimizer in optimizers:
         unknown = sum(p not in names for p in parameters_of(optimizer))
+        if unknown and any("_graph_fsdp_whole" in vars(p) for p in names):
+            raise ValueError(
+                "model: its parameters are whole, and the optimizer has their shards; save and load outside of the "
+                "block of graph_fsdp.unsharded"
+            )
         if unknown:
             raise ValueError(f"optimizer has {unknown} parameters that are not the model's; make it after compile")
     return names
@@ -99,6 +104,18 @@ def leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:
             yield from leaves(item, key)
         else:
             yield value, place, item, key
+
+
+def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Return the dicts, and lists where keys are numbers, that have these values at these paths: what ``leaves`` takes
+    apart, but for the keys of dicts, which are text."""
+    if () in values:
+        return values[()]
+    parts: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (first, *rest), value in values.items():
+        parts.setdefault(first, {})[tuple(rest)] = value
+    made = {place: nested(inside) for place, inside in parts.items()}
+    return made if any(isinstance(place, str) for place in made) else [made[place] for place in sorted(made)]
 
 
 def _has_entries(value: Any) -> bool:

@@ -25,6 +25,10 @@ def parameters_of(optimizer: optim.Optimizer) -> list[Any]:
 def shards_of(parameters: Iterable[Any]) -> list[tuple[Storage, dict[str, ShardedParameter]]]:
     """Return the compiled models that have shards among these parameters, in no order, with those that each has."""
     wanted = set(map(id, parameters))
+    for storage in Storage.installed if wanted else ():
+        replaced = (p.in_modules for p in storage.parameters.values() if p.in_modules is not p.registered)
+        if not storage.is_away and any(id(p) in wanted for p in replaced):
+            storage.refresh()  # makes shards of them: ``load_state_dict(assign=True)`` has registered them
     found = (
         (storage, {name: p for name, p in storage.parameters.items() if id(p.shard) in wanted})
         for storage in (Storage.installed if wanted else ())

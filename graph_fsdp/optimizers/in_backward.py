@@ -60,7 +60,7 @@ class InBackward:
                 optimizer.state = own
                 for group in optimizer.param_groups:
                     group["params"] = [p for p in group["params"] if id(p) in stepped]
-                self._slices.step(optimizer, partial(self._own_step, optimizer))
+                self._slices.step_slices(optimizer, partial(self._own_step, optimizer))
         finally:
             state.update(own)
             for shard in stepped.values():

@@ -15,6 +15,7 @@ Parameters whose shared values differ, because some had no gradient in a step, a
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -163,10 +164,12 @@ class Slices:
         self.forget_buffers()
         Storage.holders.add(self)
         self._find(parameters_of(optimizer))
-        if not self._slices:
+        held = () if self._slices else shards_of(parameters_of(optimizer))
+        if not self._slices and not any(storage.is_away for storage, _ in held):  # without buffers until a forward
             raise ValueError(NOT_COMPILED)
 
     def forget_buffers(self) -> None:
+        self._storages = weakref.WeakSet[Storage]()
         self._slices: dict[int, ShardSlice] = {}  # by the id of the parameter, which is in it
         # By a group's ``fused`` and the ids of its parameters.
         self._neighbours: dict[tuple[int, ...], tuple[list[list[ShardSlice]], list[Tensor]]] = {}
@@ -174,6 +177,13 @@ class Slices:
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         """Call ``own_step`` with runs in the groups of ``optimizer``, and give their parameters their states."""
+        for storage in self._storages:
+            if not storage.is_away:
+                storage.refresh()  # ``p.data = …`` since the forward has put values into other memory
+        self.step_slices(optimizer, own_step)
+
+    def step_slices(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
+        """Step where the shards were at the last forward, or ``step``."""
         groups, state = optimizer.param_groups, optimizer.state
         runs = [self._runs_of(group, state) for group in groups]
         inside = set[int]().union(*(run.ids for in_group in runs for run in in_group))
@@ -262,6 +272,7 @@ class Slices:
 
     def _find(self, params: Iterable[Tensor]) -> None:
         for storage, held in shards_of(p for p in params if id(p) not in self._slices):
+            self._storages.add(storage)
             buffers = {buffer.untyped_storage().data_ptr(): buffer for buffer in storage.buffers}
             for p in held.values() if storage.has_memory and storage.buffers else ():
                 local = compat.local_part(p.shard)

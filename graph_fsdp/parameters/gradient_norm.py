@@ -50,7 +50,8 @@ def own_square(gradients: Sequence[Tensor], ranks: Sequence[int]) -> Tensor | No
 def _total_norm(parts: Sequence[Tensor], groups: Sequence[tuple[str, ...]], norm_type: float) -> Tensor:
     together: dict[tuple[str, ...], list[Tensor]] = {}
     for part, names in zip(parts, groups, strict=True):
-        together.setdefault(names, []).append(part)
+        # Of a tensor without elements, torch finds no largest one.
+        together.setdefault(names, []).append(part if part.numel() else part.new_zeros(1))
     largest = math.isinf(norm_type)
     norms = torch.stack([torch.nn.utils.get_total_norm(members, norm_type) for members in together.values()])
     totals = norms if largest else norms**norm_type

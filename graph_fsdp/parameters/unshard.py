@@ -57,7 +57,7 @@ class UnshardedUnits:
         self._for_forward: set[str] = set()  # what only an optimizer gathers, ahead of the next forward
         # Under way, by unit: buckets with the parameters of the unit in them, and whether in the type of the shards.
         self._gathering: dict[str, tuple[list[tuple[Pending, BucketSpec, list[ShardedParameter]]], bool]] = {}
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, tuple[nn.Parameter, int]] = {}  # the shard, and its writes when a gather began
 
     @property
     def sharded(self) -> frozenset[str]:
@@ -125,6 +125,8 @@ class UnshardedUnits:
         """Wait for the gathers of a unit, and put the whole parameters into its modules."""
         if unit not in self._gathering:
             return
+        if any(p.in_modules is not p.registered for p in self.members[unit]):
+            self.storage.refresh()  # takes what was put into the modules meanwhile for the shard
         buckets, full_precision = self._gathering.pop(unit)
         with torch.inference_mode(False), torch.no_grad():
             whole: dict[str, Tensor] = {}
@@ -176,14 +178,18 @@ class UnshardedUnits:
         """Take what the shards of a unit hold now for what is gathered."""
         for p in self.members[unit]:
             # The parameter's counter of writes; that of its memory is the whole storage's.
-            self._versions[p.spec.name] = p.shard._version
+            self._versions[p.spec.name] = p.shard, p.shard._version
 
     def _changed(self, unit: str) -> ShardedParameter | None:
         """Return a parameter of a unit, whole or about to be, whose shard changed after its gather began."""
         if unit not in self.units and unit not in self._gathering:
             return None
-        trained = (p for p in self.members[unit] if p.shard.requires_grad)
-        return next((p for p in trained if p.shard._version != self._versions[p.spec.name]), None)
+        for p in (p for p in self.members[unit] if p.shard.requires_grad):
+            shard, version = self._versions[p.spec.name]
+            is_replaced = p.in_modules is not p.registered and unit in self._gathering
+            if is_replaced or p.shard is not shard or p.shard._version != version:
+                return p
+        return None
 
     def check_fresh(self, unit: str) -> None:
         if (p := self._changed(unit)) is not None:
