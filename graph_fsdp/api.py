@@ -135,7 +135,6 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     policies.check_quantized(
         **{"backend='xla'": options.backend == "xla", "regions='whole'": options.regions == "whole"}
     )
-    trace_composable_checkpoints(model)
     ignored = ignored_parameters(model, options.ignored_params)
     names = parameter_names(model)
     units = find_units(model, options.auto_wrap_policy, ignored)
@@ -175,6 +174,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
         quantized.put_into(storage)
     if storage.has_memory:
         put_values(storage)
+    trace_composable_checkpoints(model)
     if options.backend != "xla":
         trace_sync_batch_norm(model)
     engine = place.engine(

@@ -59,3 +59,16 @@ def test_it_is_applied_before_compile() -> None:
     model: Any = graph_fsdp.compile(MLP(), backend="eager")
     with pytest.raises(graph_fsdp.UnsupportedError, match=r"call it before graph_fsdp\.compile, or pass activation_ch"):
         checkpoint(model.blocks[0])
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_model_that_is_refused_keeps_its_checkpoints() -> None:
+    model: Any = checkpointed()
+    with pytest.raises(graph_fsdp.CheckpointError):
+        graph_fsdp.compile(model, backend="eager", checkpoint="no such file")
+    for block in model.blocks:
+        assert len(block._forward_pre_hooks) == len(block._forward_hooks) == 1
+        assert "forward" not in vars(block)
+    graph_fsdp.compile(model, backend="eager")
+    step(model)
+    assert len(calls(graph_fsdp.inspect(model).backward, "gelu", stage="partition").splitlines()) == 2
