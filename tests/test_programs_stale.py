@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -15,7 +18,11 @@ from models import WIDTH
 from programs import start
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from graph_fsdp.passes.ir.portable import Names
+from graph_fsdp.programs.functions import described
+from graph_fsdp.programs.plain import Unknown
 
 aten = torch.ops.aten
 
@@ -141,12 +148,30 @@ def checkpointed(x: Tensor, **options: Any) -> Tensor:
 def a_policy_of_a_checkpoint(number: float) -> Any:
     saved = aten.mm.default if number > 1 else aten.sigmoid.default
 
-    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> torch.utils.checkpoint.CheckpointPolicy:
-        policies = torch.utils.checkpoint.CheckpointPolicy
-        return policies.MUST_SAVE if operator == saved else policies.PREFER_RECOMPUTE
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator == saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(policy)
+
+    return functools.partial(checkpointed, context_fn=contexts), contextlib.nullcontext()
+
+
+def a_policy_that_counts(number: float) -> Any:
+    """As torchtitan's: every so many products are saved, by a function that a function returns."""
+    products = {aten.mm.default, aten.addmm.default}
+
+    def policy_with(counts: dict[str, int]) -> Any:
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            key = f"{'recompute' if context.is_recompute else 'forward'} products"
+            counts[key] += operator in products
+            saved = operator in products and counts[key] % int(number) == 0
+            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return policy
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy_with(defaultdict(int)))
 
     return functools.partial(checkpointed, context_fn=contexts), contextlib.nullcontext()
 
@@ -210,7 +235,7 @@ ON_INDUCTOR = (a_pass_of_inductors, a_decomposition_by_the_name_of_torchs)
 CHANGES: tuple[Callable[[float], Any], ...] = (
     *(a_method, a_new_method, an_operator_of_python, a_function_by_the_name_of_torchs),
     *(a_function_of_autograd_that_is_not_traced, a_composite_operator, a_rule_of_autocast, sums_of_attention),
-    *(a_policy_of_a_checkpoint, operators_that_a_checkpoint_saves, *ON_INDUCTOR),
+    *(a_policy_of_a_checkpoint, a_policy_that_counts, operators_that_a_checkpoint_saves, *ON_INDUCTOR),
 )
 
 
@@ -233,9 +258,52 @@ def test_a_program_of_something_else_is_not_run(tmp_path: Path, change: Callable
     assert graphs(tmp_path, 2.0) == other
 
 
-def test_what_a_checkpoint_saves_by_a_list_is_written_down(tmp_path: Path) -> None:
-    function, _ = operators_that_a_checkpoint_saves(1.0)
-    assert [start(tmp_path, lambda: Between(function)).found for _ in range(2)] == [False, True]
+@pytest.mark.parametrize("saves", [operators_that_a_checkpoint_saves, a_policy_of_a_checkpoint, a_policy_that_counts])
+def test_what_a_checkpoint_saves_is_written_down(tmp_path: Path, saves: Callable[[float], Any]) -> None:
+    assert [start(tmp_path, lambda: Between(saves(1.0)[0])).found for _ in range(2)] == [False, True]
+
+
+SAVED = [aten.mm.default]
+
+
+def by_a_global(_: Any, operator: Any, *args: Any, otherwise: Any = CheckpointPolicy.PREFER_SAVE) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED else otherwise
+
+
+def policy_around(saved: Any) -> Any:
+    def policy(_: Any, operator: Any, *args: Any) -> Any:
+        return policy if operator in saved else math.inf
+
+    return policy
+
+
+def test_functions_are_written_down_by_their_code_and_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names({}, torch.device("cpu"))
+    text = described(by_a_global, names)
+    copied = FunctionType(by_a_global.__code__, globals())
+    assert described(copied, names) != text, "the default of an argument"
+    copied.__kwdefaults__ = by_a_global.__kwdefaults__
+    assert described(copied, names) == text
+    monkeypatch.setitem(globals(), "SAVED", [aten.addmm.default])
+    assert described(by_a_global, names) != text, "what a global holds"
+    saved: list[Any] = [{aten.mm.default, aten.addmm.default}, {aten.addmm.default, aten.mm.default}, {aten.mm}]
+    sets = [described(policy_around(operators), names) for operators in saved]
+    assert sets[0] == sets[1] != sets[2]
+    code = policy_around.__code__
+    one_more = code.replace(
+        co_consts=tuple(
+            c.replace(co_name="p", co_names=("inf", "math")) if isinstance(c, CodeType) else c for c in code.co_consts
+        )
+    )
+    assert described(FunctionType(one_more, globals()), names) != described(policy_around, names), "code within"
+    partial = functools.partial(policy_around, saved=saved[0])
+    assert described(partial, names) != described(functools.partial(policy_around, saved=saved[2]), names)
+
+
+@pytest.mark.parametrize("read", [Between, pytest, Path, object(), [lambda: Between]], ids=range(5))
+def test_functions_that_read_what_only_their_author_knows_are_not_written_down(read: Any) -> None:
+    with pytest.raises(Unknown):
+        described(policy_around(read), Names({}, torch.device("cpu")))
 
 
 def test_operators_of_which_the_results_are_saved_are_written_down_in_one_order(tmp_path: Path) -> None:

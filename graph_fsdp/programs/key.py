@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from graph_fsdp import compat
 from graph_fsdp.passes import GraphPass, PassContext
 from graph_fsdp.passes.ir.canonical_form import NotDescribed, describe_value
 from graph_fsdp.passes.ir.portable import NAMESPACES, Names, NotPortable, class_name
 from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec
+from graph_fsdp.programs.functions import described
 from graph_fsdp.programs.plain import Unknown, is_own, plain
 
 if TYPE_CHECKING:
@@ -128,12 +128,8 @@ def _called(node: fx.Node) -> str:
 
 def _circumstances(inner: fx.GraphModule, names: Names) -> str:
     """Say what there is to a graph within Dynamo's besides its nodes: what makes the contexts of a checkpoint."""
-    known = dict(inner.meta)
-    made_by = known.get("_checkpoint_context_fn")
-    if isinstance(made_by, functools.partial) and made_by.func is create_selective_checkpoint_contexts:
-        known["_checkpoint_context_fn"] = ("selective", made_by.args, made_by.keywords)
     try:
-        return plain(known, names)
+        return described(inner.meta, names)
     except Unknown as reason:
         raise Unknown(f"{reason}, with which a checkpoint or another function of torch is called") from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -47,23 +47,23 @@ def plain(value: Any, names: Names, nodes: Mapping[fx.Node, str] | None = None) 
         raise Unknown(str(reason)) from None
     if isinstance(value, torch.Size):
         return f"size {list(value)}"
-    return _collection(value, names, nodes)
+    return collection(value, lambda item: plain(item, names, nodes))
 
 
-def _collection(value: Any, names: Names, nodes: Mapping[fx.Node, str] | None) -> str:
+def collection(value: Any, text_of: Callable[[Any], str]) -> str:
+    """Return a collection, a slice or a dataclass of this package as text, of which ``text_of`` writes the parts."""
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(plain(item, names, nodes) for item in value))}}}"
+        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
     if isinstance(value, Mapping):
-        pairs = (f"{plain(key, names, nodes)}: {plain(item, names, nodes)}" for key, item in value.items())
-        return f"{{{', '.join(pairs)}}}"
+        return f"{{{', '.join(f'{text_of(key)}: {text_of(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         brackets = "[]" if isinstance(value, list) else "()"
-        return f"{brackets[0]}{', '.join(plain(item, names, nodes) for item in value)}{brackets[1]}"
+        return f"{brackets[0]}{', '.join(map(text_of, value))}{brackets[1]}"
     if isinstance(value, slice):
-        return f"slice{plain((value.start, value.stop, value.step), names, nodes)}"
+        return f"slice{text_of((value.start, value.stop, value.step))}"
     if dataclasses.is_dataclass(value) and is_own(type(value)):
         fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return f"{type(value).__qualname__}({', '.join(f'{name}={plain(v, names, nodes)}' for name, v in fields)})"
+        return f"{type(value).__qualname__}({', '.join(f'{name}={text_of(v)}' for name, v in fields)})"
     raise Unknown(f"a {type(value).__module__}.{type(value).__qualname__} that only its author knows")
 
 
