@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,8 @@ class EqualLayers:
 
     def note_contents(self, item: Any) -> None:
         """Note that it is a list or dict, or the like."""
-        own = isinstance(item.source, LocalSource) and item.source.is_varkw  # nothing else has the dict
+        keywords = inspect.getargs(self._output.root_tx.f_code).varkw  # a dict of the frame's own
+        own = isinstance(item.source, LocalSource) and item.source.local_name == keywords
         self._lists_changed |= not (own or isinstance(item.mutation_type, NEW))
 
     def note_read(self, item: Any) -> None:

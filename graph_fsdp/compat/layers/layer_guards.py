@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._dynamo.source import TypeSource
+from torch._dynamo.source import AttrSource, TypeSource
 from torch._guards import ChainedSource, Guard, Source
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
@@ -97,6 +97,13 @@ class Counterparts:
         """Return what a guard on the other layer keeps in the place of what one on the layer keeps."""
         return self.source(of) if isinstance(of, Source) else of
 
+    def read(self, guard: Guard, source: Source) -> Any:
+        """Return what a guard reads of ``source``. Raises Differs if there is none."""
+        if getattr(guard.create_fn, "__name__", "") == "HASATTR":  # before torch 2.13 on the attribute, there or not
+            attribute = cast(AttrSource, source)
+            return hasattr(self.value(attribute.base), attribute.member)
+        return self.value(source)
+
     def value(self, source: Source) -> Any:
         """Return the value of a source. Raises Differs if there is none."""
         if source in self._values:
@@ -154,12 +161,12 @@ class LayerGuards:
             if is_under(read, source):
                 if unknown := _arguments(guard, object, but=(*_CONSTANTS, Source)):
                     raise Differs(f"{guard.create_fn_name()} on {guard.name} keeps a {type(unknown[0]).__name__}")
-                value = values.value(read)
+                value = values.read(guard, read)
                 copied = not isinstance(value, torch.Tensor) and not _is_of_a_class(read)
                 self._reads.append(_Read(guard, value, copied))
             elif any(is_under(other, source) for other in _arguments(guard, Source)):
                 raise Differs(f"{read.name} is guarded to be something of the layer")
-            elif hasattr(read, "base") and id(values.value(read)) in own:
+            elif hasattr(read, "base") and id(values.read(guard, read)) in own:
                 raise Differs(f"{read.name} is another name of something of the layer")
         self._lines: dict[Source, Any] = {}
         for one in self._reads:
@@ -188,7 +195,7 @@ class LayerGuards:
         for read in self._reads:
             there = counterparts.source(read.guard.originating_source)
             outside = read.guard.create_fn_name() in _OF_THE_OUTSIDE
-            value = counterparts.value(there)
+            value = counterparts.read(read.guard, there)
             equal = _same(read.value, value, pairs, outside=outside)
             for other in _arguments(read.guard, Source):  # a guard that both are one
                 equal &= counterparts.value(counterparts.source(other)) is value
