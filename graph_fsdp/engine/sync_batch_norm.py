@@ -44,7 +44,8 @@ class SyncBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, scale, total)
         ctx.mark_non_differentiable(mean, variance, total)
         ctx.group = group
-        return y.to(x.dtype), mean, variance, total
+        # On torch 2.11, Dynamo loses the gradient of an output whose cast changes nothing.
+        return y if y.dtype is x.dtype else y.to(x.dtype), mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
