@@ -79,6 +79,7 @@ class NoState:
     collectives run on those of their process groups, whichever model starts them."""
 
     _comm_ctx = None
+    _fsdp_param_group = None  # of torch 2.11
     _fsdp_param_groups = ()
 
 
