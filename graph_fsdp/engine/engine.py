@@ -53,6 +53,7 @@ from graph_fsdp.errors import PassError, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
 from graph_fsdp.module.structure import NO_STRUCTURE, Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
+from graph_fsdp.parameters.gradients import wanted_among
 from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
@@ -119,7 +120,7 @@ class Engine:
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
         self.own_reduce_group = ""  # its name, once a process group of reductions was made
-        self.kept = KeptGradients()
+        self.kept = KeptGradients(wanted=wanted_among(storage))
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
         self.unsharded = UnshardedUnits(storage, self.counter, self.schedules)
