@@ -179,6 +179,16 @@ def a_parameter_that_is_frozen_between_forward_and_backward_has_no_gradient() ->
 
 
 @FACTS
+def a_backward_in_a_block_of_autocast_computes_as_its_forward() -> None:
+    model, plain = pair(MLP(depth=1))
+    for m in (model, plain):
+        loss = m(rows(4, 16)).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=m is model):
+            loss.backward()
+    check_gradients(model, plain)
+
+
+@FACTS
 def a_second_derivative_is_refused_and_training_goes_on() -> None:
     model, plain = pair(MLP(depth=1))
     for through in ("loss", "input"):

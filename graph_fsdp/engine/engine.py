@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.engine import stand_ins
 from graph_fsdp.engine.aot import AotTrace
+from graph_fsdp.engine.casting import without_autocast
 from graph_fsdp.engine.division import Division
 from graph_fsdp.engine.dynamo import (
     Entered,
@@ -392,5 +393,7 @@ class Engine:
         runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
         if graph.absent is not None:
             runnable = functools.partial(graph.absent.run, runnable)
+        if graph.phase == "backward":
+            runnable = without_autocast(runnable, self.storage.device)
         in_step = self.schedules.in_step(runnable, graph, context)
         return self.kept_buckets.around(in_step, graph, self.spec)
