@@ -311,6 +311,16 @@ def units_can_be_called_by_themselves() -> None:
 
 
 @FACTS
+def a_layer_in_the_place_of_another_is_in_the_model_twice() -> None:
+    model, plain = pair(MLP())
+    for m in (model, plain):
+        m(rows(4, 16)).square().mean().backward()
+        m.blocks[0] = m.blocks[1]
+        m(rows(4, 16, seed=1)).square().mean().backward()
+    check_gradients(model, plain)
+
+
+@FACTS
 def a_model_that_sets_attributes_in_its_forward() -> None:
     class Counts(MLP):
         calls = 0
