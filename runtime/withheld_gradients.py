@@ -49,12 +49,14 @@ class KeepPlan:
 class KeptGradients:
     """Holds kept gradients by parameter and whether they are reduced shards, what takes the mean of a bucket's reduced
     ones over replica groups, in place (given with the first bucket of a program what all of it are, else ""), hooks on
-    reduced ones by unit, and by parameter what steps it in backward, given gradients of shards by name."""
+    reduced ones by unit, by parameter what steps it in backward, given gradients of shards by name, and what says
+    whether the backward under way is one of a parameter: others neither keep nor take what is kept, and do not step."""
 
     gradients: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
     mean_over_groups: Callable[[str, Tensor], None] = lambda of_all, reduced: None
     hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
     updates: dict[str, Callable[[dict[str, Tensor]], None]] = field(default_factory=dict)
+    wanted: Callable[[str], bool] = lambda param: True
 
     def __bool__(self) -> bool:
         return bool(self.gradients)
@@ -64,6 +66,8 @@ class KeptGradients:
         return sum(g.nbytes for g in self.gradients.values())
 
     def add(self, plan: KeepPlan, grad: Tensor) -> None:
+        if not self.wanted(plan.param):
+            return
         key = plan.param, plan.reduced
         if (kept := self.gradients.get(key)) is not None:
             _add(kept, grad)
@@ -76,6 +80,8 @@ class KeptGradients:
         """Step the parameters that have these gradients, those of one optimizer at once."""
         together: dict[Callable[[dict[str, Tensor]], None], dict[str, Tensor]] = {}
         for name, grad in gradients.items():
+            if not self.wanted(name):
+                continue
             together.setdefault(self.updates[name], {})[name] = grad
         for step, members in together.items():
             step(members)
@@ -85,11 +91,14 @@ class KeptGradients:
         a flat shard, which is changed."""
         if begins:
             for name, begin in zip(params, begins, strict=True):
-                if (kept := self.gradients.pop((name, True), None)) is not None:
+                if (kept := self._taken(name, True)) is not None:
                     grads[begin : begin + kept.numel()].add_(kept.view(-1))
             return grads
-        found = [self.gradients.pop((name, False), None) for name in params]
+        found = [self._taken(name, False) for name in params]
         return [g if kept is None else _add(kept, g) for g, kept in zip(grads, found, strict=True)]
+
+    def _taken(self, name: str, reduced: bool) -> Tensor | None:
+        return self.gradients.pop((name, reduced), None) if self.wanted(name) else None
 
 
 def _add(kept: Tensor, grad: Tensor) -> Tensor:

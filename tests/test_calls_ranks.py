@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from facts import Facts
 from models import MLP
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -141,6 +141,53 @@ def gradients_by_autograd_grad() -> None:
         torch.testing.assert_close(whole(grad), e, rtol=1e-5, atol=1e-7)
 
 
+def asked_for_inputs_alone(m: nn.Module) -> None:
+    x = rows(4, 16, seed=1).requires_grad_()
+    torch.autograd.grad(m(x).square().mean(), x)
+    m(x).square().mean().backward(inputs=[x])
+
+
+def set_sync(m: nn.Module, synchronises: bool) -> None:
+    if isinstance(m, FSDPModule):
+        m.set_requires_gradient_sync(synchronises)
+
+
+@FACTS
+def gradients_that_were_not_asked_for_are_not_accumulated() -> None:
+    """The one backward is without reductions, and the other reduces: it takes none of what was kept before."""
+    model, plain = pair(MLP(depth=1))
+    for m in (model, plain):
+        set_sync(m, False)
+        asked_for_inputs_alone(m)
+        m(rows(4, 16)).square().mean().backward(inputs=[m.head.weight])
+        set_sync(m, True)
+        asked_for_inputs_alone(m)
+        m(rows(4, 16, seed=2)).square().mean().backward()
+    check_gradients(model, plain)
+
+
+@FACTS
+def a_parameter_that_is_frozen_between_forward_and_backward_has_no_gradient() -> None:
+    model, plain = pair(MLP(depth=1))
+    for m in (model, plain):
+        loss = m(rows(4, 16)).square().mean()
+        m.head.weight.requires_grad_(False)
+        loss.backward()
+        assert m.head.weight.grad is None
+        m.head.weight.requires_grad_(True)
+    check_gradients(model, plain)
+
+
+@FACTS
+def a_backward_in_a_block_of_autocast_computes_as_its_forward() -> None:
+    model, plain = pair(MLP(depth=1))
+    for m in (model, plain):
+        loss = m(rows(4, 16)).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=m is model):
+            loss.backward()
+    check_gradients(model, plain)
+
+
 @FACTS
 def a_second_derivative_is_refused_and_training_goes_on() -> None:
     model, plain = pair(MLP(depth=1))
@@ -261,6 +308,16 @@ def units_can_be_called_by_themselves() -> None:
         check_gradients(model, plain)
     with torch.no_grad():
         torch.testing.assert_close(model.blocks[0](rows(4, 16)), plain.blocks[0](rows(4, 16)), rtol=1e-5, atol=1e-7)
+
+
+@FACTS
+def a_layer_in_the_place_of_another_is_in_the_model_twice() -> None:
+    model, plain = pair(MLP())
+    for m in (model, plain):
+        m(rows(4, 16)).square().mean().backward()
+        m.blocks[0] = m.blocks[1]
+        m(rows(4, 16, seed=1)).square().mean().backward()
+    check_gradients(model, plain)
 
 
 @FACTS

@@ -111,6 +111,19 @@ def two_optimizers_share_a_model() -> None:
 test_on_two_ranks = FACTS.on(WORLD_SIZE)
 
 
+@FACTS
+def a_backward_of_inputs_alone_steps_nothing() -> None:
+    model, optimizer = compiled(MLP(depth=1), in_backward=True)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    x = torch.ones(4, 16, requires_grad=True)
+    torch.autograd.grad(model(x).square().mean(), x)
+    assert all(map(torch.equal, before, (p.full_tensor() for p in model.parameters())))
+    model(x).square().mean().backward()
+    torch.autograd.grad(model(x).square().mean(), x)  # before the step, too
+    optimizer.step()
+    assert not any(map(torch.equal, before, (p.full_tensor() for p in model.parameters())))
+
+
 def step(model: nn.Module, optimizer: Optimizer) -> None:
     model(torch.randn(4, 16)).square().mean().backward()
     optimizer.step()

@@ -6,10 +6,11 @@ shards lie in, which the next forward takes; it is traced anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -53,3 +54,16 @@ def _can_follow(engine: Engine, storage: Storage) -> bool:
         isinstance(p.placeholder, DTensor) or p.as_used is not None or p.used_like is not None or p.layout
         for p in storage.parameters.values()
     )
+
+
+def without_autocast(run: Callable[[list[Any]], Any], device: torch.device) -> Callable[[list[Any]], Any]:
+    """Return ``run``, which runs a backward's program, with the casts that were traced and no others: backward may be
+    called in a block of autocast that its forward was not in, or that has changed since."""
+
+    def call(args: list[Any]) -> Any:
+        if not torch.is_autocast_enabled(device.type):
+            return run(args)
+        with torch.autocast(device.type, enabled=False):
+            return run(args)
+
+    return call

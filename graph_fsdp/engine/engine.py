@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.engine import stand_ins
 from graph_fsdp.engine.aot import AotTrace
+from graph_fsdp.engine.casting import without_autocast
 from graph_fsdp.engine.division import Division
 from graph_fsdp.engine.dynamo import (
     Entered,
@@ -53,6 +54,7 @@ from graph_fsdp.errors import PassError, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
 from graph_fsdp.module.structure import NO_STRUCTURE, Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
+from graph_fsdp.parameters.gradients import wanted_among
 from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
@@ -119,7 +121,7 @@ class Engine:
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
         self.own_reduce_group = ""  # its name, once a process group of reductions was made
-        self.kept = KeptGradients()
+        self.kept = KeptGradients(wanted=wanted_among(storage))
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
         self.unsharded = UnshardedUnits(storage, self.counter, self.schedules)
@@ -391,5 +393,7 @@ class Engine:
         runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
         if graph.absent is not None:
             runnable = functools.partial(graph.absent.run, runnable)
+        if graph.phase == "backward":
+            runnable = without_autocast(runnable, self.storage.device)
         in_step = self.schedules.in_step(runnable, graph, context)
         return self.kept_buckets.around(in_step, graph, self.spec)

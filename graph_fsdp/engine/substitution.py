@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +24,8 @@ from graph_fsdp.passes import PassContext
 
 Runnable: TypeAlias = Callable[..., Any]
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any], dict[int, ShardedParameter]], Runnable]
+
+T = TypeVar("T")
 
 _OF_DYNAMO = ("grapharg", "example_value")
 
@@ -126,15 +128,25 @@ class TracedGraph:
         _, names = self._known[ids]
         for index, name in zip(places, names, strict=True):
             values[index] = shards[name]
+        again = _places_of_repeated(places, names) if len(set(names)) < len(names) else {}
         if names not in self.programs:
-            given = {index: self._storage.parameters[name] for index, name in zip(places, names, strict=True)}
             with compat.tracing_in(self._mode):
-                module = _copied(self._module)
-                for node, value in zip(module.graph.find_nodes(op="placeholder"), self._values, strict=True):
-                    if value is not None:
-                        node.meta["example_value"] = value
-                self.programs[names] = compile_graph(module, list(self._values), given)
-        return self.programs[names](*values)
+                self.programs[names] = self._compile(compile_graph, dict(zip(places, names, strict=True)), again)
+        return self.programs[names](*_without(values, again))
+
+    def _compile(self, compile_graph: Compile, names: Mapping[int, str], again: Mapping[int, int]) -> Runnable:
+        """Compile a copy of the graph for other parameters, without the inputs of those that it takes ``again``."""
+        module = _copied(self._module)
+        nodes = module.graph.find_nodes(op="placeholder")
+        for node, value in zip(nodes, self._values, strict=True):
+            if value is not None:
+                node.meta["example_value"] = value
+        for place, first in again.items():
+            nodes[place].replace_all_uses_with(nodes[first])
+            module.graph.erase_node(nodes[place])
+        given = enumerate(_without([names.get(place) for place in range(len(nodes))], again))
+        parameters = {place: self._storage.parameters[name] for place, name in given if name is not None}
+        return compile_graph(module, _without(self._values, again), parameters)
 
     def _names_among(self, values: Sequence[Any]) -> Iterator[str]:
         """Yield the names of the parameters whose placeholders are among ``values``."""
@@ -147,6 +159,18 @@ class TracedGraph:
                     "sharded; put modules and parameters into the model before graph_fsdp.compile"
                 )
             yield found.spec.name
+
+
+def _places_of_repeated(places: Iterable[int], names: Sequence[str]) -> dict[int, int]:
+    """Return the places of parameters that were there before, and the first place of each: a module that took the place
+    of another of its kind may be in the model twice."""
+    first: dict[str, int] = {}
+    found = {place: first.setdefault(name, place) for place, name in zip(places, names, strict=True)}
+    return {place: other for place, other in found.items() if other != place}
+
+
+def _without(values: Sequence[T], places: Container[int]) -> list[T]:
+    return [value for place, value in enumerate(values) if place not in places] if places else list(values)
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

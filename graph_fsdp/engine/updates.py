@@ -96,6 +96,7 @@ class Updates:
         """Raise, before a backward, if a parameter that it is to step has another gradient already."""
         held = self._engine.storage.parameters
         again = [name for name in names if name in self.done or held[name].shard.grad is not None]
+        again = [name for name in again if self._engine.kept.wanted(name)]
         if again:
             raise UnsupportedError(
                 f"a second gradient of parameter {again[0]!r} before optimizer.step(): an optimizer that steps in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.parameters.sharded import ShardedParameter
+from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 
 
 @functools.cache
@@ -54,6 +55,26 @@ def accumulate_gradients(parameters: list[ShardedParameter], gradients: Sequence
             torch.autograd.backward([shard for shard, _ in given], [grad for _, grad in given])
 
 
+def wanted_among(storage: Shards) -> Callable[[str], bool]:
+    """Return what says, by name, whether the backward under way adds to the ``grad`` of a parameter. One of
+    ``torch.autograd.grad`` or with ``inputs`` need not, and none does for a parameter frozen after its forward."""
+    weak = weakref.ref(storage)  # what Dynamo keeps must not keep the model
+
+    def wanted(name: str) -> bool:
+        shards = weak()
+        if shards is None:
+            return True
+        shard = shards.parameters[name].shard
+        if not shard.requires_grad:
+            return False
+        if compat.current_backward() == -1 or compat.is_run(leaf_of_all()[1]):
+            return True
+        with compat.without_torch_function():
+            return compat.is_run(torch.autograd.graph.get_gradient_edge(shard).node)
+
+    return wanted
+
+
 # Gradients of what comes out of a node of autograd, and what returns (node, output) that each input came from → those
 # of the inputs.
 Edges: TypeAlias = Callable[[], Sequence[tuple[Any, int]]]
@@ -87,7 +108,7 @@ def _accumulate(
     runs_all = adds and compat.is_run(leaf_of_all()[1])
     nodes: Sequence[tuple[Any, int]] = ()
     for index, (p, grad) in enumerate(zip(parameters, grads, strict=True)):
-        if grad is None:
+        if grad is None or not p.shard.requires_grad:  # frozen after its forward
             continue
         shard, local = p.shard, grad if p.is_whole and grad.is_contiguous() else _local_gradient(p, grad)
         direct = runs_all and p.hooks == hooks
