@@ -150,6 +150,8 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Mod
         raise TypeError(
             f"ignored_params must be a list or set of parameters and modules, got one {kind}; put it in a list"
         )
+    if ignored is not None and not isinstance(ignored, Iterable):
+        raise TypeError(f"ignored_params must be a list or set of parameters and modules, or None, got {ignored!r}")
     found: set[nn.Parameter] = set()
     for p in ignored if ignored is not None else ():
         if isinstance(p, nn.Module):

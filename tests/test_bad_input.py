@@ -15,7 +15,7 @@ from conftest import FAKE_WORLD_SIZE, fake_process_group
 from models import MLP, MLPBlock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,6 +96,13 @@ def test_a_mesh_of_three_dimensions(fake_group: None) -> None:
     nameless = init_device_mesh("cpu", (2, 2, 2))
     refuse(model, MeshError, "make the mesh with mesh_dim_names", mesh=nameless)
     accept(model, mesh["a", "b"])
+
+
+def test_a_mesh_whose_replicas_would_hold_other_shards(fake_group: None) -> None:
+    ranks = torch.tensor([[0, 3], [2, 1]])
+    mesh = DeviceMesh("cpu", ranks)
+    refuse(MLP(), MeshError, "mesh has the ranks [[0, 3], [2, 1]]", "list the ranks of each row in ascending", mesh=mesh)
+    accept(MLP(), DeviceMesh("cpu", ranks.flip(0, 1)[:, [0, 1]].sort(dim=1).values))
 
 
 def test_a_mesh_without_this_rank(fake_group: None) -> None:
@@ -271,6 +278,12 @@ def test_new_torch_versions_are_accepted(version: str) -> None:
 
 WRONG_TYPES = [
     ("mp_policy", torch.bfloat16, "must be a torch.distributed.fsdp.MixedPrecisionPolicy, got torch.bfloat16"),
+    ("mp_policy", MixedPrecisionPolicy(param_dtype="bf16"), "param_dtype='bf16'; pass a torch.dtype"),
+    ("mp_policy", MixedPrecisionPolicy(reduce_dtype="bf16"), "reduce_dtype='bf16'; pass a torch.dtype"),
+    ("mp_policy", MixedPrecisionPolicy(output_dtype="bf16"), "output_dtype='bf16'; pass a torch.dtype"),
+    ("mp_policy", MixedPrecisionPolicy(cast_forward_inputs="no"), "cast_forward_inputs='no'; pass True or False"),
+    ("auto_wrap_policy", {MLPBlock: False}, "of type dict"),
+    ("ignored_params", 5, "must be a list or set of parameters and modules, or None, got 5"),
     ("passes", [], "must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got []"),
     ("reshard_after_forward", 1.0, "1.0"),
     ("reshard_after_forward", "yes", "'yes'"),
@@ -283,6 +296,12 @@ WRONG_TYPES = [
 @pytest.mark.parametrize(("option", "value", "words"), WRONG_TYPES)
 def test_an_option_of_the_wrong_type(fake_group: None, option: str, value: Any, words: str) -> None:
     refuse(MLP(), TypeError, option, words, **{option: value})
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "output_dtype"])
+def test_types_to_compute_in_that_hold_no_fractions(fake_group: None, name: str) -> None:
+    for policy in (MixedPrecisionPolicy(**{name: torch.int8}), {MLPBlock: MixedPrecisionPolicy(**{name: torch.int8})}):
+        refuse(MLP(), ValueError, f"mp_policy has {name}=torch.int8; pass a floating-point type", mp_policy=policy)
 
 
 def test_ignored_parameters_that_are_not_some_of_the_models(fake_group: None) -> None:

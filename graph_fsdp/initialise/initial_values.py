@@ -190,7 +190,8 @@ def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) 
     tensor = compat.local_part(tensor)
     if parameter is not None and isinstance(mesh, DataParallelMesh):
         mesh = mesh.of_parameter(parameter.spec.name)
-    value = tensor.detach().to(device).contiguous() if mesh.is_first else None
+    # As bytes, which a conjugate or negative view is not.
+    value = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous() if mesh.is_first else None
     if parameter is None or not storage.reads_in_place or parameter.spec.replicated:
         received = value if value is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.numel():
