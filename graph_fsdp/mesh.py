@@ -22,6 +22,7 @@ its place, as by FSDP2; one of size 1 is left out beside a dimension of the firs
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Hashable, Mapping
@@ -40,6 +41,7 @@ from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import GroupShape
 from graph_fsdp.passes.ir.spec import MeshSpec
 from graph_fsdp.runtime.ranks.agreement import is_shared, publish, receive
+from graph_fsdp.runtime.ranks.lockstep import finish, lockstep_of
 
 SHARD_NAMES = frozenset({"shard", "dp_shard", "fsdp"})
 REPLICATE_NAMES = frozenset({"replicate", "dp_replicate"})
@@ -177,12 +179,14 @@ class DataParallelMesh(Mesh):
                 chunks = [rows_of(full, i, shard.shape[0]) for i in range(self.spec.world_size)]
                 shard.copy_(chunks[0])
             sent = [as_bytes(c) for c in chunks] if chunks else None
-            dist.scatter(as_bytes(shard), sent, self._first_of(self.shard_dim), group)
+            work = dist.scatter(as_bytes(shard), sent, self._first_of(self.shard_dim), group, async_op=True)
+            finish(work, shard.device)
         if self.replicate_dim is not None:
             self._broadcast(shard, self.replicate_dim)
 
     def _broadcast(self, value: Tensor, dim: int) -> None:
-        dist.broadcast(as_bytes(value), self._first_of(dim), self.mesh.get_group(dim))
+        work = dist.broadcast(as_bytes(value), self._first_of(dim), self.mesh.get_group(dim), async_op=True)
+        finish(work, value.device)
 
     def _first_of(self, dim: int) -> int:
         """Return the global rank that comes first in this rank's line of a dimension. It need not be the first of the
@@ -356,9 +360,10 @@ def _first_ranks_device_type(device: torch.device | None) -> str:
     ranks, key = range(dist.get_world_size()), f"device_type{next(_calls)}"
     if not is_shared(ranks):
         return own
+    lockstep = lockstep_of(ranks)
     if dist.get_rank() == 0:
         publish(key, own, ranks)
-    return receive(key, ranks, START_TIMEOUT_SECONDS)
+    return receive(key, ranks, START_TIMEOUT_SECONDS, functools.partial(lockstep.check_refused, is_late=False))
 
 
 def _default_device_type() -> str:

@@ -6,6 +6,8 @@ What only a forward can know is in ``test_bad_forward.py``, models on the meta d
 from __future__ import annotations
 
 import contextlib
+import operator
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,7 +103,9 @@ def test_a_mesh_of_three_dimensions(fake_group: None) -> None:
 def test_a_mesh_whose_replicas_would_hold_other_shards(fake_group: None) -> None:
     ranks = torch.tensor([[0, 3], [2, 1]])
     mesh = DeviceMesh("cpu", ranks)
-    refuse(MLP(), MeshError, "mesh has the ranks [[0, 3], [2, 1]]", "list the ranks of each row in ascending", mesh=mesh)
+    refuse(
+        MLP(), MeshError, "mesh has the ranks [[0, 3], [2, 1]]", "list the ranks of each row in ascending", mesh=mesh
+    )
     accept(MLP(), DeviceMesh("cpu", ranks.flip(0, 1)[:, [0, 1]].sort(dim=1).values))
 
 
@@ -221,6 +225,36 @@ def test_a_lazy_module_that_never_ran(fake_group: None) -> None:
     refuse(model, ValueError, "parameter '0.weight' has no shape yet", "run the model once", runs=False)
     model(batch())
     accept(model)
+
+
+def test_a_sparse_parameter(fake_group: None) -> None:
+    model = MLP()
+    model.sparse = nn.Parameter(torch.eye(3).to_sparse())
+    before = list(model.parameters())
+    with pytest.raises(UnsupportedError, match=r"parameter 'sparse' has the layout torch\.sparse_coo.*ignored_params"):
+        graph_fsdp.compile(model)
+    assert all(map(operator.is_, model.parameters(), before))
+    graph_fsdp.compile(model, backend="eager", ignored_params=[model.sparse])(batch()).sum().backward()
+
+
+def test_hooks_of_a_parameter_that_sharding_loses(fake_group: None) -> None:
+    model = MLP()
+    model.head.weight.register_hook(lambda grad: grad)
+    with pytest.warns(UserWarning, match=r"parameter 'head\.weight' has hooks .* register them on the parameters"):
+        graph_fsdp.compile(model, backend="eager")
+
+
+def test_parameters_in_one_memory_that_sharding_separates(fake_group: None) -> None:
+    model = MLP()
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+    with pytest.warns(UserWarning, match=r"'blocks\.0\.up\.weight' and 'blocks\.1\.up\.weight' have memory in common"):
+        graph_fsdp.compile(model, backend="eager")
+    whole, beside = torch.ones(4, 6), MLP()
+    beside.left, beside.right = nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph_fsdp.compile(beside, backend="eager")
+        graph_fsdp.compile(nn.LSTM(3, 4), backend="eager")
 
 
 def test_gradients_that_sharding_would_lose(fake_group: None) -> None:
