@@ -166,10 +166,6 @@ def check_model(model: Any) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before compile")
-        if p.grad is not None:
-            raise ValueError(
-                f"parameter {name!r} has a gradient, which sharding would lose; call model.zero_grad() before compile"
-            )
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Module] | None) -> set[nn.Parameter]:
@@ -201,6 +197,14 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Mod
     if found and found == parameters:
         raise ValueError("ignored_params holds every parameter of model, so there is nothing to shard; leave some out")
     return found
+
+
+def check_gradients(names: Mapping[nn.Parameter, list[str]], ignored: set[nn.Parameter]) -> None:
+    for p, (name, *_) in names.items():
+        if p.grad is not None and p not in ignored:
+            raise ValueError(
+                f"parameter {name!r} has a gradient, which sharding would lose; call model.zero_grad() before compile"
+            )
 
 
 def check_parameters(names: Mapping[nn.Parameter, list[str]], ignored: set[nn.Parameter]) -> None:

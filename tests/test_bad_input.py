@@ -266,6 +266,13 @@ def test_gradients_that_sharding_would_lose(fake_group: None) -> None:
     accept(model)
 
 
+def test_gradients_of_ignored_parameters_stay(fake_group: None) -> None:
+    model = MLP()
+    model.head.weight.grad = grad = torch.ones_like(model.head.weight)
+    graph_fsdp.compile(model, backend="eager", ignored_params=[model.head])
+    assert model.head.weight.grad is grad
+
+
 # The options
 
 
