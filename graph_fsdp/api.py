@@ -29,7 +29,7 @@ from graph_fsdp.passes import ActivationCheckpointing, CostModel, GroupShape, Pa
 from graph_fsdp.passes.analysis.hardware import detect_hardware
 from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
-from graph_fsdp.place import Place, check_model, ignored_parameters, place_on_ranks
+from graph_fsdp.place import Place, check_gradients, check_model, failures_told, ignored_parameters, place_on_ranks
 from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -124,9 +124,9 @@ def compile(
         CheckpointError, RankDisagreement: before anything of the model is changed.
     """
     given = locals()
-    check_model(model)
-    options = CompileOptions(**{field.name: given[field.name] for field in dataclasses.fields(CompileOptions)})
-    with torch.inference_mode(False):  # shards made in that mode could not be trained
+    with torch.inference_mode(False), failures_told(mesh, dp_mesh_dims):  # shards made in that mode cannot be trained
+        check_model(model)
+        options = CompileOptions(**{field.name: given[field.name] for field in dataclasses.fields(CompileOptions)})
         return _compile(model, mesh, options)
 
 
@@ -137,6 +137,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     )
     ignored = ignored_parameters(model, options.ignored_params)
     names = parameter_names(model)
+    check_gradients(names, ignored)
     units = find_units(model, options.auto_wrap_policy, ignored)
     if options.backend == "xla":
         from graph_fsdp.xla.compile import place_on_xla

@@ -22,6 +22,7 @@ its place, as by FSDP2; one of size 1 is left out beside a dimension of the firs
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Hashable, Mapping
@@ -40,6 +41,7 @@ from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import GroupShape
 from graph_fsdp.passes.ir.spec import MeshSpec
 from graph_fsdp.runtime.ranks.agreement import is_shared, publish, receive
+from graph_fsdp.runtime.ranks.lockstep import finish, lockstep_of
 
 SHARD_NAMES = frozenset({"shard", "dp_shard", "fsdp"})
 REPLICATE_NAMES = frozenset({"replicate", "dp_replicate"})
@@ -96,6 +98,7 @@ class DataParallelMesh(Mesh):
         mesh = _data_parallel_slice(mesh)
         names = mesh.mesh_dim_names or ()
         if mesh.ndim == 2:
+            _check_replicas(mesh)
             return cls(mesh, shard_dim=1, replicate_dim=0)
         if mesh.ndim == 1:
             replicates = bool(names) and names[0] in REPLICATE_NAMES
@@ -175,12 +178,21 @@ class DataParallelMesh(Mesh):
             if full is not None:
                 chunks = [rows_of(full, i, shard.shape[0]) for i in range(self.spec.world_size)]
                 shard.copy_(chunks[0])
-            dist.scatter(as_bytes(shard), [as_bytes(c) for c in chunks] if chunks else None, group=group, group_src=0)
+            sent = [as_bytes(c) for c in chunks] if chunks else None
+            work = dist.scatter(as_bytes(shard), sent, self._first_of(self.shard_dim), group, async_op=True)
+            finish(work, shard.device)
         if self.replicate_dim is not None:
             self._broadcast(shard, self.replicate_dim)
 
     def _broadcast(self, value: Tensor, dim: int) -> None:
-        dist.broadcast(as_bytes(value), group=self.mesh.get_group(dim), group_src=0)
+        work = dist.broadcast(as_bytes(value), self._first_of(dim), self.mesh.get_group(dim), async_op=True)
+        finish(work, value.device)
+
+    def _first_of(self, dim: int) -> int:
+        """Return the global rank that comes first in this rank's line of a dimension. It need not be the first of the
+        process group, which sorts its ranks."""
+        place = tuple(0 if i == dim else at for i, at in enumerate(self.mesh.get_coordinate() or ()))
+        return int(self.mesh.mesh[place])
 
 
 def shapes_of_groups(mesh: DeviceMesh) -> dict[str, GroupShape]:
@@ -226,7 +238,9 @@ def _of_dimensions(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
         raise MeshError(f"dp_mesh_dims={dims!r} names {what}; mesh has {mesh.mesh_dim_names}, name some of these, once")
     parts = [compat.one_dimension(mesh, names) for names in (replicate, shard) if names]
     if len(parts) == 2:
-        return DataParallelMesh(compat.concatenate_meshes(*parts), shard_dim=1, replicate_dim=0)
+        both = compat.concatenate_meshes(*parts)
+        _check_replicas(both)
+        return DataParallelMesh(both, shard_dim=1, replicate_dim=0)
     return DataParallelMesh(parts[0], *((0, None) if shard else (None, 0)))
 
 
@@ -257,6 +271,18 @@ def check_mesh(mesh: Any, device: torch.device | None) -> None:
         raise MeshError(
             f"mesh is of device type {mesh.device_type!r} and the model's parameters are on {device.type!r}; move the "
             "model, or make the mesh for its device type"
+        )
+
+
+def _check_replicas(mesh: DeviceMesh) -> None:
+    """Raise MeshError unless replicas hold the same shards: a rank's shard goes by its place in the process group of
+    its row, which sorts its ranks."""
+    places = mesh.mesh.argsort(dim=1)
+    if not torch.equal(places, places[:1].expand_as(places)):
+        raise MeshError(
+            f"mesh has the ranks {mesh.mesh.tolist()}, a row of which shards and a column of which replicates; process "
+            "groups sort their ranks, so that ranks of a column would hold different shards: list the ranks of each "
+            "row in ascending order"
         )
 
 
@@ -334,9 +360,10 @@ def _first_ranks_device_type(device: torch.device | None) -> str:
     ranks, key = range(dist.get_world_size()), f"device_type{next(_calls)}"
     if not is_shared(ranks):
         return own
+    lockstep = lockstep_of(ranks)
     if dist.get_rank() == 0:
         publish(key, own, ranks)
-    return receive(key, ranks, START_TIMEOUT_SECONDS)
+    return receive(key, ranks, START_TIMEOUT_SECONDS, functools.partial(lockstep.check_refused, is_late=False))
 
 
 def _default_device_type() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -15,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graph_fsdp import compat
 from graph_fsdp.engine.engine import Engine
-from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, UnsupportedError
+from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
 from graph_fsdp.mesh import Mesh, find_mesh
 from graph_fsdp.module.module import GraphFSDPModule
 from graph_fsdp.module.refusals import Registry
@@ -29,6 +32,8 @@ from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline
 from graph_fsdp.programs.folder import Folder
 from graph_fsdp.runtime.backends import BACKENDS, Backend
+from graph_fsdp.runtime.ranks.agreement import is_shared
+from graph_fsdp.runtime.ranks.lockstep import lockstep_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NO_FORWARD = tuple(container.forward for container in (nn.Module, *_CONTAINERS))
@@ -71,6 +76,7 @@ def place_on_ranks(
     Raises:
         MeshError, UnsupportedError, ValueError, TypeError: the mesh, the options or the parameters do not fit.
     """
+    check_parameters(names, ignored)
     of_no_plain_parameters = {
         "sync_module_states": options.sync_module_states,
         "shard_placement_fn": options.shard_placement_fn is not None,
@@ -109,6 +115,30 @@ def place_on_ranks(
     )
 
 
+@contextlib.contextmanager
+def failures_told(mesh: Any, dims: Any) -> Iterator[None]:
+    """Tell the other ranks of ``mesh``, which may wait for this one in ``compile``, if the body raises. ``dims`` as in
+    ``find_mesh``."""
+    try:
+        yield
+    except BaseException as error:
+        ranks = _ranks_of(mesh, dims) if dist.is_initialized() else ()
+        if is_shared(ranks) and (cause := lockstep_of(ranks).failed_outside(error, "graph_fsdp.compile")):
+            raise cause from error
+        raise
+
+
+def _ranks_of(mesh: Any, dims: Any) -> tuple[int, ...]:
+    """Return the ranks that share a model on ``mesh``; none where it is no mesh, or not one of this rank."""
+    if mesh is None:
+        return tuple(range(dist.get_world_size()))
+    try:
+        found, _ = find_mesh(mesh, None, dims)
+    except (MeshError, TypeError, ValueError, RuntimeError):
+        return ()
+    return found.ranks if found is not None else ()
+
+
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -136,10 +166,6 @@ def check_model(model: Any) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before compile")
-        if p.grad is not None:
-            raise ValueError(
-                f"parameter {name!r} has a gradient, which sharding would lose; call model.zero_grad() before compile"
-            )
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Module] | None) -> set[nn.Parameter]:
@@ -150,6 +176,8 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Mod
         raise TypeError(
             f"ignored_params must be a list or set of parameters and modules, got one {kind}; put it in a list"
         )
+    if ignored is not None and not isinstance(ignored, Iterable):
+        raise TypeError(f"ignored_params must be a list or set of parameters and modules, or None, got {ignored!r}")
     found: set[nn.Parameter] = set()
     for p in ignored if ignored is not None else ():
         if isinstance(p, nn.Module):
@@ -169,6 +197,48 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Mod
     if found and found == parameters:
         raise ValueError("ignored_params holds every parameter of model, so there is nothing to shard; leave some out")
     return found
+
+
+def check_gradients(names: Mapping[nn.Parameter, list[str]], ignored: set[nn.Parameter]) -> None:
+    for p, (name, *_) in names.items():
+        if p.grad is not None and p not in ignored:
+            raise ValueError(
+                f"parameter {name!r} has a gradient, which sharding would lose; call model.zero_grad() before compile"
+            )
+
+
+def check_parameters(names: Mapping[nn.Parameter, list[str]], ignored: set[nn.Parameter]) -> None:
+    """Raise UnsupportedError for what cannot be sharded, and warn of what FSDP2 loses without a word."""
+    sharded = {p: name for p, (name, *_) in names.items() if p not in ignored}
+    for p, name in sharded.items():
+        if p.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter {name!r} has the layout {p.layout}, which has no rows to shard; make it dense, or put it "
+                "into ignored_params"
+            )
+        if compat.has_hooks(p):
+            warnings.warn(
+                f"parameter {name!r} has hooks (register_hook, register_post_accumulate_grad_hook), which sharding "
+                "loses; register them on the parameters that the model has after graph_fsdp.compile",
+                stacklevel=5,
+            )
+    end, last = 0, ""
+    for begin, after, name in sorted(_extents(sharded)):
+        if begin < end:
+            warnings.warn(
+                f"parameters {last!r} and {name!r} have memory in common, and each gets shards of its own, which do "
+                "not follow each other any more; to tie them, make them one nn.Parameter before graph_fsdp.compile",
+                stacklevel=5,
+            )
+        end, last = max((end, last), (after, name))
+
+
+def _extents(parameters: Mapping[nn.Parameter, str]) -> Iterator[tuple[int, int, str]]:
+    """Yield where dense parameters begin and end in memory, and their names."""
+    for p, name in parameters.items():
+        dense = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) == p.numel()
+        if type(p) is nn.Parameter and not p.is_meta and dense and compat.has_memory(p) and p.numel():
+            yield p.data_ptr(), p.data_ptr() + p.nbytes, name
 
 
 def _device_of(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device | None:

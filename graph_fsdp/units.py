@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -138,7 +138,7 @@ def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]
     if callable(policy) and not isinstance(policy, nn.Module):
         _check_signature(policy)
         return [(module,) for module in select_by_function(model, policy, ignored)]
-    if isinstance(policy, Iterable) and not isinstance(policy, nn.Module | str | bytes):
+    if isinstance(policy, Iterable) and not isinstance(policy, nn.Module | str | bytes | Mapping):
         return _select_listed(model, tuple(policy))
     raise TypeError(f"auto_wrap_policy is {_describe(policy)} of type {type(policy).__name__}; {_ACCEPTED}.")
 

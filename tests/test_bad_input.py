@@ -6,6 +6,8 @@ What only a forward can know is in ``test_bad_forward.py``, models on the meta d
 from __future__ import annotations
 
 import contextlib
+import operator
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from conftest import FAKE_WORLD_SIZE, fake_process_group
 from models import MLP, MLPBlock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,6 +98,15 @@ def test_a_mesh_of_three_dimensions(fake_group: None) -> None:
     nameless = init_device_mesh("cpu", (2, 2, 2))
     refuse(model, MeshError, "make the mesh with mesh_dim_names", mesh=nameless)
     accept(model, mesh["a", "b"])
+
+
+def test_a_mesh_whose_replicas_would_hold_other_shards(fake_group: None) -> None:
+    ranks = torch.tensor([[0, 3], [2, 1]])
+    mesh = DeviceMesh("cpu", ranks)
+    refuse(
+        MLP(), MeshError, "mesh has the ranks [[0, 3], [2, 1]]", "list the ranks of each row in ascending", mesh=mesh
+    )
+    accept(MLP(), DeviceMesh("cpu", ranks.flip(0, 1)[:, [0, 1]].sort(dim=1).values))
 
 
 def test_a_mesh_without_this_rank(fake_group: None) -> None:
@@ -216,6 +227,36 @@ def test_a_lazy_module_that_never_ran(fake_group: None) -> None:
     accept(model)
 
 
+def test_a_sparse_parameter(fake_group: None) -> None:
+    model = MLP()
+    model.sparse = nn.Parameter(torch.eye(3).to_sparse())
+    before = list(model.parameters())
+    with pytest.raises(UnsupportedError, match=r"parameter 'sparse' has the layout torch\.sparse_coo.*ignored_params"):
+        graph_fsdp.compile(model)
+    assert all(map(operator.is_, model.parameters(), before))
+    graph_fsdp.compile(model, backend="eager", ignored_params=[model.sparse])(batch()).sum().backward()
+
+
+def test_hooks_of_a_parameter_that_sharding_loses(fake_group: None) -> None:
+    model = MLP()
+    model.head.weight.register_hook(lambda grad: grad)
+    with pytest.warns(UserWarning, match=r"parameter 'head\.weight' has hooks .* register them on the parameters"):
+        graph_fsdp.compile(model, backend="eager")
+
+
+def test_parameters_in_one_memory_that_sharding_separates(fake_group: None) -> None:
+    model = MLP()
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+    with pytest.warns(UserWarning, match=r"'blocks\.0\.up\.weight' and 'blocks\.1\.up\.weight' have memory in common"):
+        graph_fsdp.compile(model, backend="eager")
+    whole, beside = torch.ones(4, 6), MLP()
+    beside.left, beside.right = nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph_fsdp.compile(beside, backend="eager")
+        graph_fsdp.compile(nn.LSTM(3, 4), backend="eager")
+
+
 def test_gradients_that_sharding_would_lose(fake_group: None) -> None:
     model = MLP()
     model(batch()).sum().backward()
@@ -223,6 +264,13 @@ def test_gradients_that_sharding_would_lose(fake_group: None) -> None:
     assert model.head.weight.grad is not None
     model.zero_grad()
     accept(model)
+
+
+def test_gradients_of_ignored_parameters_stay(fake_group: None) -> None:
+    model = MLP()
+    model.head.weight.grad = grad = torch.ones_like(model.head.weight)
+    graph_fsdp.compile(model, backend="eager", ignored_params=[model.head])
+    assert model.head.weight.grad is grad
 
 
 # The options
@@ -271,6 +319,12 @@ def test_new_torch_versions_are_accepted(version: str) -> None:
 
 WRONG_TYPES = [
     ("mp_policy", torch.bfloat16, "must be a torch.distributed.fsdp.MixedPrecisionPolicy, got torch.bfloat16"),
+    ("mp_policy", MixedPrecisionPolicy(param_dtype="bf16"), "param_dtype='bf16'; pass a torch.dtype"),
+    ("mp_policy", MixedPrecisionPolicy(reduce_dtype="bf16"), "reduce_dtype='bf16'; pass a torch.dtype"),
+    ("mp_policy", MixedPrecisionPolicy(output_dtype="bf16"), "output_dtype='bf16'; pass a torch.dtype"),
+    ("mp_policy", MixedPrecisionPolicy(cast_forward_inputs="no"), "cast_forward_inputs='no'; pass True or False"),
+    ("auto_wrap_policy", {MLPBlock: False}, "of type dict"),
+    ("ignored_params", 5, "must be a list or set of parameters and modules, or None, got 5"),
     ("passes", [], "must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got []"),
     ("reshard_after_forward", 1.0, "1.0"),
     ("reshard_after_forward", "yes", "'yes'"),
@@ -283,6 +337,12 @@ WRONG_TYPES = [
 @pytest.mark.parametrize(("option", "value", "words"), WRONG_TYPES)
 def test_an_option_of_the_wrong_type(fake_group: None, option: str, value: Any, words: str) -> None:
     refuse(MLP(), TypeError, option, words, **{option: value})
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "output_dtype"])
+def test_types_to_compute_in_that_hold_no_fractions(fake_group: None, name: str) -> None:
+    for policy in (MixedPrecisionPolicy(**{name: torch.int8}), {MLPBlock: MixedPrecisionPolicy(**{name: torch.int8})}):
+        refuse(MLP(), ValueError, f"mp_policy has {name}=torch.int8; pass a floating-point type", mp_policy=policy)
 
 
 def test_ignored_parameters_that_are_not_some_of_the_models(fake_group: None) -> None:

@@ -194,6 +194,17 @@ def sync_module_states_gives_every_rank_the_values_of_the_first() -> None:
 
 
 @FACTS
+def the_first_rank_of_a_mesh_is_the_one_that_it_lists_first() -> None:
+    torch.manual_seed(2)
+    expected = dict(MLP().named_parameters())
+    for ranks in ([2, 0, 3, 1], [[2, 3], [0, 1]]):
+        torch.manual_seed(dist.get_rank())
+        mesh = DeviceMesh("cpu", ranks)
+        model = graph_fsdp.compile(MLP(), mesh, backend="eager", sync_module_states=True)
+        assert all(torch.equal(value, expected[name]) for name, value in parameters_of(model).items())
+
+
+@FACTS
 def ranks_of_all_dimensions_agree() -> None:
     model = nn.Sequential(nn.Linear(16, 5))
     graph_fsdp.compile(model, mesh_of((2, 2)), backend="eager", reshard_after_forward=dist.get_rank() == 3)

@@ -168,6 +168,19 @@ def values_of_other_ranks_and_their_ignored_parameters_are_replaced() -> None:
 
 
 @FACTS
+def buffers_that_are_views_come_from_the_first_rank_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    value = torch.tensor([[2j, 3j]]).to(torch.complex64) * (1 - dist.get_rank())
+    model.register_buffer("expanded", value.expand(4, 2))
+    model.register_buffer("conjugate", value.conj())
+    model.register_buffer("negative", value.conj().imag)
+    graph_fsdp.compile(model, backend="eager", sync_module_states=True)
+    assert torch.equal(model.expanded, torch.tensor([2j, 3j]).expand(4, 2).to(torch.complex64))
+    assert torch.equal(model.conjugate, torch.tensor([[-2j, -3j]]).to(torch.complex64))
+    assert torch.equal(model.negative, torch.tensor([[-2.0, -3.0]]))
+
+
+@FACTS
 def no_rank_holds_more_than_one_parameter_above_its_shards() -> None:
     model = on_first_rank_alone(lambda: MLP(depth=4, width=256))
     shards, largest = nbytes(model) // 2, nbytes(model.blocks[0].up)

@@ -22,7 +22,8 @@ from graph_fsdp.initialise.safetensors_files import SafetensorsFiles
 from graph_fsdp.initialise.state_keys import Matched
 from graph_fsdp.mesh import START_TIMEOUT_SECONDS, DataParallelMesh, Mesh
 from graph_fsdp.parameters.sharded import Shards
-from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, agree, is_shared
+from graph_fsdp.runtime.ranks.lockstep import lockstep_of
 
 if TYPE_CHECKING:
     from graph_fsdp.options import CompileOptions
@@ -87,10 +88,22 @@ def initial_values(
         steps.insert(0, functools.partial(materialise, pieces, names, mesh, device))
 
     def fill(storage: Shards) -> None:
-        for step in steps:
-            step(storage)
+        sends = options.sync_module_states or pieces
+        with _in_step(mesh, type(model).__name__) if sends else contextlib.nullcontext():
+            for step in steps:
+                step(storage)
 
     return fill
+
+
+def _in_step(mesh: Mesh | None, name: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which values go from rank to rank: if one raises there, the others learn of it as in a
+    graph's program. ``name``: of the model's class."""
+    if mesh is None or not is_shared(mesh.ranks):
+        return contextlib.nullcontext()
+    lockstep = lockstep_of(mesh.ranks)
+    lockstep.begin(lockstep.know(RunnableProgram(f"a {name}", "initial", (), "values")))
+    return lockstep.telling()
 
 
 def _facts(
@@ -127,10 +140,14 @@ def agreeing_on_values(mesh: Mesh | None, facts: list[str]) -> Iterator[None]:
         index = _starts[mesh.ranks]
         _starts[mesh.ranks] += 1
         entries = facts if problem is None else [f"{type(problem).__name__}: {problem}"]
+        lockstep = lockstep_of(mesh.ranks)
+        lockstep.compiling()
         try:
-            agree(f"start{index}", entries, mesh.ranks, START_TIMEOUT_SECONDS)
+            agree(f"start{index}", entries, mesh.ranks, START_TIMEOUT_SECONDS, lockstep.check_refused)
         except RankDisagreement as error:
             raise (problem or error) from None
+        finally:
+            lockstep.compiled()
     if problem is not None:
         raise problem
 
@@ -190,7 +207,8 @@ def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) 
     tensor = compat.local_part(tensor)
     if parameter is not None and isinstance(mesh, DataParallelMesh):
         mesh = mesh.of_parameter(parameter.spec.name)
-    value = tensor.detach().to(device).contiguous() if mesh.is_first else None
+    # As bytes, which a conjugate or negative view is not.
+    value = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous() if mesh.is_first else None
     if parameter is None or not storage.reads_in_place or parameter.spec.replicated:
         received = value if value is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.numel():

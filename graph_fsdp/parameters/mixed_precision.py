@@ -149,7 +149,7 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
         TypeError, ValueError: ``mp_policy`` is not one of these, or changes nothing.
     """
     if isinstance(mp_policy, MixedPrecisionPolicy):
-        _check_reduce_dtype(mp_policy)
+        _check_policy(mp_policy)
         return ModulePolicies(model, mp_policy, {}, of_all=True)
     modules = list(model.modules())
     if isinstance(mp_policy, Mapping):
@@ -165,13 +165,21 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
     for module, policy in named.items():
         if not isinstance(policy, MixedPrecisionPolicy):
             raise TypeError(f"mp_policy gives {policy!r} for a {type(module).__name__}; {_hint(policy)}")
-        _check_reduce_dtype(policy)
+        _check_policy(policy)
     if not named:
         raise ValueError("mp_policy gives no module of the model a policy; return one for some, or leave mp_policy out")
     return ModulePolicies(model, named.get(model, MixedPrecisionPolicy()), named)
 
 
-def _check_reduce_dtype(policy: MixedPrecisionPolicy) -> None:
+def _check_policy(policy: MixedPrecisionPolicy) -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if not isinstance(dtype, torch.dtype | None):
+            raise TypeError(f"mp_policy has {name}={dtype!r}; pass a torch.dtype, such as torch.bfloat16, or None")
+        if name != "reduce_dtype" and dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"mp_policy has {name}={dtype}; pass a floating-point type, or None to leave dtypes alone")
+    if not isinstance(policy.cast_forward_inputs, bool):
+        raise TypeError(f"mp_policy has cast_forward_inputs={policy.cast_forward_inputs!r}; pass True or False")
     dtype = policy.reduce_dtype
     if dtype is None or dtype in QUANTIZED or (dtype.is_floating_point and dtype.itemsize > 1):
         return

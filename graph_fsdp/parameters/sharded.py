@@ -167,3 +167,10 @@ def owners_of(model: nn.Module, names: Sequence[str]) -> Owners:
     """Return the modules that hold a parameter of these names, and its name in each."""
     found = (name.rpartition(".") for name in names)
     return tuple((model.get_submodule(path), leaf) for path, _, leaf in found)
+
+
+def can_be_written(tensor: Tensor) -> bool:
+    """Say whether torch copies values into ``tensor``: not where it was expanded, so that elements share memory, nor
+    where it was made in inference mode."""
+    expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not expanded and not tensor.is_inference()

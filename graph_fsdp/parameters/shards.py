@@ -41,7 +41,7 @@ from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.host_memory import pieces_of
 from graph_fsdp.parameters.placeholder import set_guarded
 from graph_fsdp.parameters.placements import as_model_uses_it, give_memory, shard_spec
-from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards
+from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards, can_be_written
 from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
 from graph_fsdp.passes.pipeline import collector_paused
 
@@ -159,7 +159,7 @@ class Storage(Shards):
             vars(p.placeholder)["_graph_fsdp"] = (p.spec.name, self)
             set_guarded([p.placeholder], True)
         for tensor, value in self._whole:
-            if tensor.device == value.device:
+            if tensor.device == value.device and can_be_written(tensor):
                 tensor.detach().copy_(value)
             else:
                 _set_memory(tensor, value)

@@ -136,6 +136,8 @@ class Lockstep(Lookout):
         may be in the program that is predicted here, and learns of it. ``again``: it has been announced, and another
         wait begins."""
         self.raise_again()
+        if self.failures.mine is not None and not self.failures.mine.inside:
+            self.failures.withdraw()  # it takes part again
         if not again:
             self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {self.me}")
             self.failures.add_news()
