@@ -98,7 +98,8 @@ class KeptGradients:
         return [g if kept is None else _add(kept, g) for g, kept in zip(grads, found, strict=True)]
 
     def _taken(self, name: str, reduced: bool) -> Tensor | None:
-        return self.gradients.pop((name, reduced), None) if self.wanted(name) else None
+        key = name, reduced
+        return self.gradients.pop(key) if key in self.gradients and self.wanted(name) else None
 
 
 def _add(kept: Tensor, grad: Tensor) -> Tensor:
