@@ -25,13 +25,14 @@ PAGE = ROOT / "docs" / "reliability.md"
 # Modules of faults; what each has beside tests and facts.
 MODULES = (
     *("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults", "test_long_waits"),
-    *("test_watch", "test_watch_virtual", "test_replica_groups", "test_memory_faults"),
+    *("test_watch", "test_watch_virtual", "test_replica_groups", "test_memory_faults", "test_raised_in_compile"),
 )
 _RUNNERS = {
     "test",  # of facts
     "all_ranks_raise",
     "zz_one_rank_raises",
     "test_one_rank_raises_elsewhere",
+    "test_a_rank_that_raises_in_compile",
     "long_waits_are_told",
     "ranks_are_watched",
     "ranks_of_the_virtual_device_are_watched",
