@@ -393,7 +393,7 @@ class Engine:
         runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
         if graph.absent is not None:
             runnable = functools.partial(graph.absent.run, runnable)
+        in_step = self.schedules.in_step(runnable, graph, context)  # names the place in a program where a rank waits
         if graph.phase == "backward":
-            runnable = without_autocast(runnable, self.storage.device)
-        in_step = self.schedules.in_step(runnable, graph, context)
+            in_step = without_autocast(in_step, self.storage.device)
         return self.kept_buckets.around(in_step, graph, self.spec)
