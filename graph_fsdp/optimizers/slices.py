@@ -178,7 +178,7 @@ class Slices:
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         """Call ``own_step`` with runs in the groups of ``optimizer``, and give their parameters their states."""
         for storage in self._storages:
-            if not storage.is_away:
+            if storage.mesh is None and not storage.is_away:  # of a DTensor, the next forward refuses it
                 storage.refresh()  # ``p.data = …`` since the forward has put values into other memory
         self.step_slices(optimizer, own_step)
 
