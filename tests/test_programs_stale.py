@@ -300,6 +300,22 @@ def test_functions_are_written_down_by_their_code_and_what_it_reads(monkeypatch:
     assert described(partial, names) != described(functools.partial(policy_around, saved=saved[2]), names)
 
 
+def by_an_import() -> Any:
+    from models import WIDTH
+
+    return WIDTH
+
+
+def by_name() -> Any:
+    return globals()["SAVED"]
+
+
+@pytest.mark.parametrize("function", [by_an_import, by_name])
+def test_functions_that_read_what_their_code_does_not_name_are_not_written_down(function: Callable[[], Any]) -> None:
+    with pytest.raises(Unknown, match="what its code does not name"):
+        described(function, Names({}, torch.device("cpu")))
+
+
 @pytest.mark.parametrize("read", [Between, pytest, Path, object(), [lambda: Between]], ids=range(5))
 def test_functions_that_read_what_only_their_author_knows_are_not_written_down(read: Any) -> None:
     with pytest.raises(Unknown):

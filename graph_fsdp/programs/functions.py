@@ -6,6 +6,7 @@ the user: two that have the same text decide alike.
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -15,6 +16,8 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir.portable import Names
 from graph_fsdp.programs.plain import Unknown, collection, plain
 
+# By these a function reads what its code does not name.
+_HIDING = frozenset({"__import__", "eval", "exec", "globals"})
 # Modules whose functions and classes are the same in all processes that have the same releases of torch and Python.
 _KNOWN = ("torch", "builtins", "collections", "enum", "functools", "itertools", "math", "operator", "_operator")
 
@@ -51,6 +54,10 @@ def described(value: Any, names: Names, around: tuple[FunctionType, ...] = ()) -
 def _function(function: FunctionType, names: Names, around: tuple[FunctionType, ...]) -> str:
     codes = list(_codes(function.__code__))
     read = {name for code in codes for name in code.co_names}
+    imported = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"}
+    unknown = (_HIDING & read) | {name for name in imported if name.partition(".")[0] not in _KNOWN}
+    if unknown:
+        raise Unknown(f"{function.__qualname__}, which reads by {min(unknown)} what its code does not name")
     parts = {
         "code": [_code(code) for code in codes],
         "globals": {name: function.__globals__[name] for name in sorted(read & function.__globals__.keys())},
