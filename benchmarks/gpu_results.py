@@ -3,8 +3,8 @@
     python benchmarks/gpu_results.py FOLDER...    write benchmarks/results/gpu_checks.json and gpu_speed.json
     python benchmarks/update_docs.py
 
-A folder holds the files that a run has written (``--out``). Runs follow each other. Steps of the simulated cluster are
-planned here, for the same hardware and link.
+A folder holds the files that a run has written (``--out``). Runs follow each other, and what was written before. Steps
+of the simulated cluster are planned here, for the same hardware and link.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import simulated_cluster
@@ -31,15 +31,17 @@ MEASURED = (
     "optimizer_steps",
     "memory_beside_the_plan",
     "memory_of_other_options_beside_the_plan",
+    "steps_of_2048_tokens",
+    "steps_with_a_link_of_normal_priority",
     "steps_of_32_layers",
 )
 CLUSTERS = {"nvlink": "8 ranks, NVLink", "infiniband": "64 ranks, InfiniBand"}
 
 
-def merged(folders: Sequence[Path]) -> dict[str, Result]:
-    """What checks came to in these folders, one after the other. That a check passed or failed counts more than that it
-    could not run; of part C nothing counts that ran side by side, whose seconds are not right."""
-    found: dict[str, Result] = {}
+def merged(folders: Sequence[Path], before: Mapping[str, Result] | None = None) -> dict[str, Result]:
+    """What checks came to ``before``, and in these folders, one after the other. That a check passed or failed counts
+    more than that it could not run; of part C nothing counts that ran side by side, whose seconds are not right."""
+    found = dict(before or {})
     for file in (folder / f"gpu_checks_{part}.json" for folder in folders for part in PARTS):
         if not file.exists():
             continue
@@ -55,7 +57,8 @@ def merged(folders: Sequence[Path]) -> dict[str, Result]:
 
 def record(folders: Sequence[Path]) -> None:
     """Write what the documentation shows."""
-    found = merged(folders)
+    written = RESULTS / "gpu_checks.json"
+    found = merged(folders, json.loads(written.read_text())["checks"] if written.exists() else None)
     made = found["versions"]["figures"]
     about = f"{made['name']}, torch {made['torch']}, CUDA {made['cuda']}, NCCL {made['nccl']}, Python {made['python']}"
     result = {"benchmark": "gpu_results", "command": "make gpu", "about": about, "checks": found}
@@ -101,15 +104,20 @@ def speed_table(result: Result) -> Table:
     """A row for each quantity that was measured of ours and of FSDP2, or planned."""
     figures = {name: row["figures"] for name, row in result["checks"].items()}
     rows = []
-    steps = [(8, name, cluster) for name, cluster in figures[MEASURED[0]].items()]
-    steps += [(32, name, cluster) for name, cluster in figures.get(MEASURED[-1], {}).items()]
+    shapes = {
+        "steps_of_a_simulated_cluster": "8 layers",
+        "steps_with_a_link_of_normal_priority": "the same without priority of the link",
+        "steps_of_2048_tokens": "8 layers, 2,048 tokens",
+        "steps_of_32_layers": "32 layers",
+    }
+    steps = [(shapes[check], *row) for check in shapes for row in figures.get(check, {}).items()]
 
     def add(what: str, ours: float, theirs: float, unit: float, digits: int) -> None:
         rows.append([what, f"{ours / unit:,.{digits}f}", f"{theirs / unit:,.{digits}f}", f"{ours / theirs:.3f}"])
 
-    for layers, name, cluster in steps:
+    for shape, name, cluster in steps:
         ours, theirs = (cluster[who] for who in ("graph_fsdp", "FSDP2, compiled blocks"))
-        label = f"Llama-3-8B's shapes, {layers} layers, {CLUSTERS[name]}"
+        label = f"Llama-3-8B's shapes, {shape}, {CLUSTERS[name]}"
         add(f"{label}: ms of a step", ours["step_s"], theirs["step_s"], 1e-3, 1)
         if "planned_s" in cluster:
             add(f"{label}: the same, measured and planned", ours["step_s"], cluster["planned_s"], 1e-3, 1)

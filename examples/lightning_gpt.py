@@ -103,6 +103,8 @@ def run(given: Sequence[str] | None = None) -> tuple[list[float], float]:
     )
     saved = args.folder is not None and (args.folder / "last.ckpt").exists()
     trainer.fit(module, loader, held_out, ckpt_path=args.folder / "last.ckpt" if saved else None)
+    if "validation" not in trainer.callback_metrics:  # all epochs were trained before
+        trainer.validate(module, held_out, verbose=False)
     return module.losses, float(trainer.callback_metrics["validation"])
 
 

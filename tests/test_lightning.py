@@ -289,6 +289,7 @@ def the_example_learns_and_resumes() -> None:
     resumed, after = lightning_gpt.run([*given, "--epochs", "2"])
     assert len(losses) == len(resumed) == 8, "the second epoch only"
     assert resumed[-1] < losses[-1] < losses[0] and after < validation
+    assert lightning_gpt.run([*given, "--epochs", "2"]) == ([], after), "nothing is left to train"
 
 
 # Lightning asks this variable whether something else has started the processes.

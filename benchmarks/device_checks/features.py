@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch.distributed as dist
 from implementations import Setup, ours
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from workloads import SEED, Workload, loss_of
 
 import graph_fsdp
 from device_checks import ACCELERATORS, REHEARSED, CannotRun, Figures, check, one_of, schedule_of
-from device_checks.correctness import RANKS, gathers_once, llama_of, one_rank
+from device_checks.correctness import BFLOAT16, RANKS, gathers_once, llama_of, one_rank
 from device_checks.speed import take_workspaces
 from graph_fsdp import checkpoint, compat
 
@@ -122,6 +125,58 @@ def lent(device: torch.device, distributed: bool, away: bool) -> Figures:
         assert figures["held on cpu"] <= figures["held"] // 20, figures
     losses += [trained_once(model, optimizer, workload, device, step).item() for step in range(2, 4)]
     return {**figures, "losses": losses}
+
+
+@check("A", 90)
+def eager_lora_beside_fsdp2(device: torch.device) -> Figures:
+    """100 steps of adapters in float32 beside frozen weights in bfloat16: losses stay finite, and begin as FSDP2's."""
+    return lora_beside_fsdp2(device, "eager")
+
+
+@check("A", 150, needs=ACCELERATORS, reason="operator by operator stands for it in a rehearsal")
+def inductor_lora_beside_fsdp2(device: torch.device) -> Figures:
+    return lora_beside_fsdp2(device, "inductor")
+
+
+def lora_beside_fsdp2(device: torch.device, backend: str) -> Figures:
+    if missing := [name for name in ("peft", "transformers") if not importlib.util.find_spec(name)]:
+        raise CannotRun(f"{' and '.join(missing)} is not installed")
+    steps = 4 if device.type in REHEARSED else 100
+    with one_rank(device):
+        mesh = init_device_mesh(device.type, (1,))
+        theirs = adapters_trained(device, steps, lambda model: fully_shard(model, mesh=mesh, mp_policy=BFLOAT16))
+        options = {"backend": backend, "mp_policy": BFLOAT16, **schedule_of(device)}
+        found = adapters_trained(device, steps, lambda model: graph_fsdp.compile(model, mesh, **options))
+    finite = {"ours": found.isfinite().tolist(), "FSDP2": theirs.isfinite().tolist()}
+    figures: Figures = {"first loss that is not finite": {k: v.index(False) for k, v in finite.items() if False in v}}
+    worst = ((found - theirs) / theirs)[:3].abs().max().item()
+    assert all(finite["ours"]) and worst <= 2e-2, (figures, found.tolist(), theirs.tolist())
+    return {**figures, "difference": worst, "last": [found[-1].item(), theirs[-1].item()]}
+
+
+def adapters_trained(device: torch.device, steps: int, shard: Callable[[nn.Module], object]) -> Tensor:
+    """The losses of a Llama with LoRA, after ``shard``."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    base = LlamaForCausalLM(config).to(torch.bfloat16)
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora).to(device)
+    shard(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        draws = torch.Generator().manual_seed(step)
+        tokens = (torch.randint(64, (8, 1), generator=draws) + 3 * torch.arange(64)).remainder(256).to(device)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().float().cpu())
+    return torch.stack(losses)
 
 
 @check("A", 90, needs=ACCELERATORS, reason="on the CPU tests do it")

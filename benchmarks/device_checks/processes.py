@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -75,14 +77,37 @@ def gloo_with_two_ranks_on_one_device(device: torch.device) -> Figures:
     return {}
 
 
-@check("A", 150, needs=ACCELERATORS, reason="on the CPU tests do it", cases=["GPT", "Trainer of transformers"])
+EXAMPLES = ROOT / "examples"
+PROGRAMS: dict[str, tuple[Path, tuple[str, ...], tuple[str, ...]]] = {  # a script, its arguments, and what it imports
+    "GPT": (EXAMPLES / "train_gpt.py", ("--bf16", "--steps", "20", "--layers", "2"), ()),
+    "Trainer of transformers": (Path(__file__).with_name("trainer.py"), (), ("transformers",)),
+    "FSDP2's tutorial": (EXAMPLES / "from_fsdp2.py", ("--mixed-precision", "--explicit-prefetching"), ()),
+    "the same, DCP": (EXAMPLES / "from_fsdp2.py", ("--dcp-api",), ()),
+    "experts": (EXAMPLES / "moe_gpt.py", (), ()),
+    "Lightning": (EXAMPLES / "lightning_gpt.py", ("--precision", "bf16-mixed"), ("lightning",)),
+    "LoRA": (EXAMPLES / "llama_lora.py", (), ("peft", "transformers")),
+}
+SAVES_IN = {"FSDP2's tutorial": "--checkpoints", "the same, DCP": "--checkpoints", "Lightning": "--folder"}
+
+
+@check("A", 150, needs=ACCELERATORS, reason="on the CPU tests do it", cases=list(PROGRAMS))
 def programs_train_on_one_device(device: torch.device, case: str) -> Figures:
-    """The example, and Hugging Face's Trainer, started by torchrun as one process: they train, and losses fall."""
-    script = {
-        "GPT": ROOT / "examples" / "train_gpt.py",
-        "Trainer of transformers": Path(__file__).with_name("trainer.py"),
-    }
-    arguments = {"GPT": ["--device", device.type, "--bf16", "--steps", "20", "--layers", "2"]}
+    """Examples, and Hugging Face's Trainer, started by torchrun as one process: they train, and losses are finite. One
+    that saves is started again, and goes on from there."""
+    script, arguments, imported = PROGRAMS[case]
+    if missing := [name for name in imported if not importlib.util.find_spec(name)]:
+        raise CannotRun(f"{' and '.join(missing)} is not installed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command += [str(script[case]), *arguments.get(case, [])]
-    return {"says": started(command, **HERE).stdout.strip().splitlines()[-2:]}
+    command += [str(script), *arguments]
+    if script.parent == EXAMPLES:
+        command += ["--accelerator" if case == "Lightning" else "--device", device.type]
+    with tempfile.TemporaryDirectory() as folder:
+        if case in SAVES_IN:
+            command += [SAVES_IN[case], folder]
+            started(command, **HERE)
+            command += ["--epochs", "3"] if case == "Lightning" else []
+        if case == "LoRA":
+            command += ["--adapter", folder]
+        says = started(command, **HERE).stdout.strip().splitlines()[-2:]
+    assert not re.search(r"\b(nan|inf)\b", "".join(says)), says
+    return {"says": says}
