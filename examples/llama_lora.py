@@ -102,7 +102,7 @@ def train(model: PeftModel, data: Tensor, args: argparse.Namespace, ranks: Ranks
 
 
 def run(given: Sequence[str] | None = None) -> Outcome:
-    parser = arguments(str(__doc__), steps=100, batch=8, context=64, lr=1e-2, lora_rank=8)
+    parser = arguments(str(__doc__), steps=100, batch=8, context=128, lr=1e-2, lora_rank=8)
     parser.add_argument("--model", type=Path, help="folder with config.json and safetensors (default: a tiny one)")
     parser.add_argument("--text", type=Path, help="file or folder of text (default: the standard library)")
     parser.add_argument("--adapter", type=Path, default=Path("adapter"), help="where the adapter is written")
