@@ -171,7 +171,7 @@ def raised_by_forward(error: Exception, call: Call) -> Exception | None:
     if not any(words in text for words in _RAISES) and not isinstance(error, compat.TorchRuntimeError):
         return None
     try:
-        with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        with compat.all_fake():
             call.function(call.module, *call.args, **call.kwargs)
     except Exception as raised:
         return raised if isinstance(raised, AssertionError) or type(raised).__name__ in text else None
