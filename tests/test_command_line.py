@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 import graph_fsdp
 from graph_fsdp.cli import plan, saved
 from graph_fsdp.cli.main import EXAMPLES, IN_PYTHON, main
+from graph_fsdp.report import file
 
 COMMANDS = [example for examples in EXAMPLES.values() for example in examples.values()]
 
@@ -44,10 +44,10 @@ def test_nobody_reads_its_output() -> None:
 
 
 def test_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(chosen: argparse.Namespace) -> None:
+    def interrupted(path: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(saved, "_report", interrupted)
+    monkeypatch.setattr(file, "load_report", interrupted)
     assert main(["report", "report.json"]) == 130 and capsys.readouterr().err == ""
 
 

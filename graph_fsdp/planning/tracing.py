@@ -193,8 +193,8 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
     """
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         raise TypeError(
-            f"model_fn must be a function that builds the model, got {type(model_fn).__name__}; pass the model's class, "
-            "or lambda: Model(…)"
+            f"model_fn must be a function that builds the model, got {type(model_fn).__name__}; pass the model's "
+            "class, or lambda: Model(…)"
         )
     try:
         with torch.device("meta"):

@@ -29,7 +29,7 @@ from graph_fsdp.passes.ir.operands import argument, operand
 @dataclass(frozen=True)
 class Conditions:
     """Says what a step may meet. ``straggler``: how many times slower the slowest rank computes, 1 or more.
-    ``contention``: whether collectives share links and processors. Raises ValueError and TypeError on what cannot be."""
+    ``contention``: whether collectives share links and processors. Raises ValueError or TypeError on what cannot be."""
 
     straggler: float = 1.0
     contention: bool = False
