@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -38,6 +39,11 @@ without_dispatch_modes = python_dispatch._disable_current_modes
 # What torch.func transforms at the moment, None where there is nothing.
 transform_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 is_batch_of_gradients: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+def differentiates_forward() -> bool:
+    """Say whether this is a block of ``torch.autograd.forward_ad.dual_level()``."""
+    return forward_ad._current_level >= 0
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
