@@ -207,7 +207,9 @@ class PassPipeline:
                     summary = p.run(graph, context)
                     if not isinstance(summary, str | None):
                         raise TypeError(f"run must return a line on what it changed, or None, got {summary!r}")
-                except ValueError:  # it says itself what the user has to change (a budget)
+                except ValueError as error:  # it says itself what the user has to change (a budget)
+                    if hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(f"raised by pass {p.name!r} on the {graph.phase} graph")
                     raise
                 except Exception as error:
                     add_failed_stage(graph, context, p.name, repr(error))

@@ -157,6 +157,28 @@ RAISES: dict[Callable[[Tensor], Tensor], tuple[type[Exception], str]] = {
 }
 
 
+class Scaled(nn.Module):
+    """Computes with a parameter and a number, and of a buffer, before it is given what does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ (self.weight * 2).double().to(x.dtype)
+
+
+def test_a_forward_that_raises_behind_arithmetic_on_a_parameter_without_memory(fake_group: None) -> None:
+    model = graph_fsdp.compile(Scaled(), backend="eager")
+    with pytest.raises(RuntimeError, match=r"^a and b must have same reduction dim"):
+        model(torch.ones(4, 3))
+    assert model.calls.item() == 0  # what is looked for the exception on has no values
+    model(batch()).sum().backward()
+    assert model.calls.item() == 1
+
+
 @pytest.mark.parametrize("fault", RAISES, ids=lambda fault: fault.__name__)
 def test_a_forward_raises_its_own_exception(fake_group: None, fault: Callable[[Tensor], Tensor]) -> None:
     if fault in (of_own_class, asserted, in_a_checkpoint) and torch.__version__ < (2, 13):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -217,6 +218,41 @@ def a_batch_of_gradients_is_refused_and_one_after_another_are_not() -> None:
         jacobian(lambda rows: model(rows).sum(0), x, vectorize=True)
     found, expected = jacobian(lambda rows: model(rows).sum(0), x), jacobian(lambda rows: plain(rows).sum(0), x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@dataclass
+class Result:
+    values: list[Tensor]
+
+
+class Holder:
+    def __init__(self, values: list[Tensor]) -> None:
+        self.values = values
+
+
+class Wrapping(MLP):
+    """Returns its values in an object of a class that pytree does not know."""
+
+    kind: Callable[[list[Tensor]], Any]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind([super().forward(x)])
+
+
+@FACTS
+def backwards_that_are_refused_are_refused_of_any_object() -> None:
+    for kind in (Result, Holder):
+        model, plain = pair(Wrapping(depth=1))
+        Wrapping.kind = kind
+        for batched in (False, True):
+            x = rows(4, 16).requires_grad_()
+            y = model(x).values[0]
+            directions = torch.eye(y.numel()).view(-1, *y.shape) if batched else torch.ones_like(y)
+            with pytest.raises(graph_fsdp.UnsupportedError, match="goes through a model"):
+                torch.autograd.grad(y, x, directions, is_grads_batched=batched, create_graph=not batched)
+        for m in (model, plain):
+            m(rows(4, 16)).values[0].square().mean().backward()
+        check_gradients(model, plain)
 
 
 @FACTS

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 import graph_fsdp
 from graph_fsdp.cli import plan, saved
 from graph_fsdp.cli.main import EXAMPLES, IN_PYTHON, main
+from graph_fsdp.report import file
 
 COMMANDS = [example for examples in EXAMPLES.values() for example in examples.values()]
 
@@ -29,6 +32,23 @@ def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"graph-fsdp {graph_fsdp.__version__}\n"
+
+
+def test_nobody_reads_its_output() -> None:
+    command = [sys.executable, "-m", "graph_fsdp"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def test_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(file, "load_report", interrupted)
+    assert main(["report", "report.json"]) == 130 and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -112,6 +112,33 @@ class Unused(nn.Module):
         return self.used(x) * self.scale
 
 
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x).relu() + self.a.bias
+
+
+def test_a_parameter_of_a_model_in_pieces_is_followed_in_those_that_use_it(fake_group: None) -> None:
+    model = graph_fsdp.compile(Broken(), backend="eager", fullgraph=False)
+    for rows in (2, 3):  # each piece is captured again
+        model(torch.ones(rows, 4)).sum().backward()
+    report = graph_fsdp.inspect(model)
+    assert [(c.index, c.cause.kind) for c in report.graphs] == [(0, "first"), (1, "piece"), (2, "guard"), (3, "guard")]
+
+    def places(name: str) -> list[tuple[str, int]]:
+        events = report.find(name).events
+        return list(dict.fromkeys((e.phase, e.graph) for e in events if e.kind in ("use", "gradient", "shard_grad")))
+
+    assert places("a.weight") == [("forward", 2), ("backward", 2)]
+    assert places("b.weight") == [("forward", 3), ("backward", 3)]
+    assert places("a.bias") == [("forward", 2), ("forward", 3), ("backward", 2), ("backward", 3)]
+
+
 def test_scalars_and_what_no_graph_uses(fake_group: None) -> None:
     model = graph_fsdp.compile(Unused(), backend="eager")
     model(torch.ones(4, 16)).sum().backward()

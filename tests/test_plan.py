@@ -140,6 +140,10 @@ def test_the_summary_tells_what_fits_from_what_is_reserved() -> None:
         ({"mesh_shape": (0,)}, ValueError, r"mesh_shape must be"),
         ({"mesh_shape": "8"}, ValueError, r"mesh_shape must be"),
         ({"optimizer": "lion"}, ValueError, r"optimizer: 'lion' is not known; known are"),
+        ({"straggler": 0.5}, ValueError, r"straggler: says how many times slower .*, 1 or more, got 0.5"),
+        ({"straggler": float("inf")}, ValueError, r"straggler: says how many times slower .*, 1 or more, got inf"),
+        ({"contention": "no"}, TypeError, r"contention must be True or False, got 'no'"),
+        ({"clip_gradients": 1.0}, TypeError, r"clip_gradients must be True or False, got 1.0"),
         ({"passes": [1]}, TypeError, r"passes must be a PassPipeline, got list"),
         ({"passes": default_pipeline(hardware="a100")}, ValueError, r"passes: the pipeline is for a100, and .* h100"),
     ],
@@ -189,6 +193,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "other.json").write_text(json.dumps({**CONFIG, "model_type": "no_such_model"}))
     (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5"}))
+    (tmp_path / "not.json").write_text("{")
     return tmp_path
 
 
@@ -220,7 +225,9 @@ def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys
         (["own.py:no_function"], "has no function 'no_function'"),
         (["own.py:nothing"], "must return a module, or a module and its inputs"),
         (["no.json"], "model: there is no file"),
-        (["own.py"], "is no JSON"),
+        (["own.py"], "model: own.py names no function that builds the model; give own.py:function"),
+        (["own.py:"], "model: own.py: names no function that builds the model; give own.py:function"),
+        (["not.json"], "is no JSON"),
         (["other.json"], "has model_type 'no_such_model', which transformers"),
         (["bert.json"], "bert.json is of BertForMaskedLM, which is no causal language model"),
         (["t5.json"], "t5.json is of t5, which is no causal language model"),

@@ -183,6 +183,13 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
     [
         ({"world_size": 0}, ValueError, "world_size must be a number of ranks, 1 or more, got 0"),
         ({"model_fn": lambda: 3}, TypeError, "model_fn must return an nn.Module, it returned int"),
+        (
+            {"model_fn": Net()},
+            TypeError,
+            "model_fn must be a function that builds the model, got Net; pass the model's",
+        ),
+        ({"model_fn": nn.Identity}, graph_fsdp.UnsupportedError, "forward returns nothing that it computes"),
+        ({"loss": lambda outputs: None}, graph_fsdp.UnsupportedError, "forward returns nothing that it computes"),
         ({"example_inputs": torch.ones(2)}, TypeError, "example_inputs must be a tuple of .*, got Tensor"),
         ({"fullgraph": False}, graph_fsdp.UnsupportedError, "only a model of one graph can be traced"),
         ({"backend": "none"}, ValueError, "backend 'none' does not exist"),

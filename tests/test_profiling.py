@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,16 @@ def test_without_training_the_inference_graph_is_timed_alone(how: str) -> None:
     assert {row.kind for row in found.collectives} == {"gather"}
 
 
+@dataclass
+class Result:
+    values: list[Tensor]
+
+
+class Holder:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
 class Outputs(nn.Module):
     """Returns its result in one of many ways."""
 
@@ -133,8 +144,15 @@ class Outputs(nn.Module):
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda y: y, lambda y: {"loss": y.mean(), "n": 1}, lambda y: (y.argmax(), [y, y.half()])],
-    ids=["tensor", "dict", "tuple"],
+    [
+        lambda y: y,
+        lambda y: {"loss": y.mean(), "n": 1},
+        lambda y: (y.argmax(), [y, y.half()]),
+        lambda y: Result([y]),
+        Holder,
+        lambda y: torch.complex(y, y),
+    ],
+    ids=["tensor", "dict", "tuple", "dataclass", "object", "complex"],
 )
 def test_backward_runs_from_whatever_the_model_returns(wrap: Any) -> None:
     found = profile(compiled(Outputs(wrap)))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import FAKE_WORLD_SIZE
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed import fsdp
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,6 +45,12 @@ def mesh(fake_group: dist.ProcessGroup) -> DeviceMesh:
     return init_device_mesh("cpu", (FAKE_WORLD_SIZE,))
 
 
+def with_tangent(model: nn.Module) -> Tensor:
+    with forward_ad.dual_level():
+        model(torch.ones(1, 4))  # without one, it runs
+        return model(forward_ad.make_dual(torch.ones(1, 4), torch.ones(1, 4)))
+
+
 Action = Callable[[nn.Module, DeviceMesh], Any]
 REFUSED: dict[str, tuple[Action, type[Exception], str]] = {
     "torch.save": (lambda m, _: torch.save(m, io.BytesIO()), TypeError, "save model.state_dict()"),
@@ -62,6 +69,8 @@ REFUSED: dict[str, tuple[Action, type[Exception], str]] = {
     "torch.export": (lambda m, _: torch.export.export(m, (torch.ones(1, 4),)), UnsupportedError, "export the model"),
     "vmap": (lambda m, _: torch.func.vmap(m)(torch.ones(2, 4)), UnsupportedError, "under a transform of torch.func"),
     "jvp": (lambda m, _: torch.func.jvp(m, (torch.ones(1, 4),), (torch.ones(1, 4),)), UnsupportedError, "torch.func"),
+    "make_dual": (lambda m, _: with_tangent(m), UnsupportedError, "make_dual"),
+    "make_dual without gradients": (lambda m, _: torch.no_grad()(with_tangent)(m), UnsupportedError, "make_dual"),
     "save_pretrained": (lambda m, _: m.save_pretrained("folder"), UnsupportedError, "graph_fsdp.unsharded(model)"),
 }
 

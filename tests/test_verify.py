@@ -6,6 +6,7 @@ Each ``Mistake`` is a pass that a user could have written, with one thing wrong:
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -316,16 +317,23 @@ def test_a_pass_that_returns_no_line_is_named(fake_group: None, returned: Any) -
         model(batch())
 
 
-def test_a_pass_that_raises_is_named(fake_group: None) -> None:
+@pytest.mark.parametrize("phase", ["capture", "joint", "forward"])
+@pytest.mark.parametrize("kind", [KeyError, ValueError])
+def test_a_pass_that_raises_is_named(fake_group: None, kind: type[Exception], phase: str) -> None:
     class Fails(GraphPass):
-        name = "fails"
+        name, phases = "fails", (phase,)
 
         def run(self, graph: Graph, context: PassContext) -> None:
-            raise KeyError("no such unit")
+            raise kind("no such unit")
 
-    pipeline = default_pipeline().insert_after("bucket", Fails())
+    if kind is ValueError and sys.version_info < (3, 11):
+        pytest.skip("exceptions have no notes before Python 3.11")
+    after = {"capture": "insert_gathers", "joint": "annotate", "forward": "bucket"}[phase]
+    pipeline = default_pipeline().insert_after(after, Fails())
     model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
     with pytest.raises(Exception, match="no such unit") as raised:
         model(batch())
-    assert "'fails'" in "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert type(raised.value) is (ValueError if kind is ValueError else PassError)
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert f"pass 'fails' {'' if kind is ValueError else 'failed '}on the {phase} graph" in told
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -16,8 +16,10 @@ from mistakes import (
     mistakes_of,
     node_of,
 )
+from torch import Tensor, nn
 
-from graph_fsdp.passes import Graph, PassContext, Role
+import graph_fsdp
+from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
 from graph_fsdp.passes.ir.fake_values import evaluate
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -142,6 +144,19 @@ class AddsOutput(Mistake):
         graph.output.args = ((graph.output.args[0][0], *graph.output.args[0]),)
 
 
+class SwapsSavedTensors(Mistake):
+    """Backward takes two tensors of one shape for each other."""
+
+    parameters, invariant, node = (), RETURNS, "output"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        outputs = list(graph.outputs)
+        gelus = [node for node in graph.nodes if node.target is aten.gelu.default]
+        saved = [outputs.index(node) for node in gelus]
+        outputs[saved[0]], outputs[saved[-1]] = outputs[saved[-1]], outputs[saved[0]]
+        graph.output.args = (tuple(outputs),)
+
+
 class DropsSavedTensor(Mistake):
     """A tensor that backward takes is not saved."""
 
@@ -181,6 +196,32 @@ class SwapsShardGradients(Mistake):
         shards = [node for node in outputs if node is not None and node.meta["val"].shape == (4, 16)]
         swapped = dict(zip(shards, reversed(shards), strict=True))
         graph.output.args = (tuple(swapped.get(node, node) for node in outputs),)
+
+
+OWN = "each gradient is its parameter's"
+
+
+class ReducesAnotherGradient(Mistake):
+    """Two parameters of one shape are reduced as each other's gradients."""
+
+    phases, after, parameters = ("backward",), "just_in_time", ("blocks.1.up.weight",)
+    invariant, node = OWN, "reduce_grad_5"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        first, last = [n for n in graph.with_role(Role.REDUCE) if n.meta["fsdp"].params[0].endswith("up.weight")]
+        first.args, last.args = (last.args[0], *first.args[1:]), (first.args[0], *last.args[1:])
+
+
+class ReadsAnotherGradient(Mistake):
+    """A gradient is read where the one before it lies in what was reduced."""
+
+    phases, after, parameters = ("backward",), "bucket", ("blocks.0.down.bias",)
+    invariant, node = OWN, "blocks_0_down_bias_grad"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        piece = graph.buckets["blocks.0"].reduction.results[-1]
+        flat, dim, begin, end = piece.args
+        piece.args = (flat, dim, begin - (end - begin), begin)
 
 
 class DropsReduction(Mistake):
@@ -248,6 +289,43 @@ class ReordersCollectives(Mistake):
 
     def run(self, graph: Graph, context: PassContext) -> None:
         node_of(graph, Role.GATHER_START, "blocks.0").prepend(node_of(graph, Role.GATHER_START, "blocks.1"))
+
+
+class Counted(nn.Module):
+    """Reads a buffer and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) + self.calls.sin()
+        self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("wrong", ["erased", "early"])
+def test_a_buffer_is_written_where_it_was(fake_group: None, wrong: str) -> None:
+    class WritesElsewhere(GraphPass):
+        name, phase = "writes_elsewhere", "forward"
+
+        def run(self, graph: Graph, context: PassContext) -> None:
+            write, read = call_of(graph, aten.copy_.default), call_of(graph, aten.sin.default)
+            if wrong == "erased":
+                graph.fx_graph.erase_node(write)
+            else:
+                read.prepend(write.args[1])
+                read.prepend(write)
+
+    model = Counted()
+    pipeline = default_pipeline().insert_after("prefetch", WritesElsewhere())
+    graph_fsdp.compile(model, backend="eager", passes=pipeline)
+    with pytest.raises(graph_fsdp.VerificationError) as raised:
+        model(torch.ones(2, 4))
+    assert raised.value.invariant == "inputs are written as they were"
+    assert raised.value.node == ("primals_4" if wrong == "erased" else "sin")
+    assert model.calls.sum() == 0
 
 
 @pytest.mark.parametrize("mistake", mistakes_of(__name__), ids=lambda mistake: mistake.name)

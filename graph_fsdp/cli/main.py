@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -48,7 +50,20 @@ IN_PYTHON = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return the exit status: 0, or 2 for invalid input. Without one, print what there is."""
+    """Run a subcommand, or without one print what there is. Return the exit status: 0, 2 for invalid input, and as a
+    shell has it 130 after Ctrl-C and 141 where nobody reads the output any more (``graph-fsdp report FILE | head``)."""
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes what is left at its end
+        return 128 + getattr(signal, "SIGPIPE", 13)  # Windows has none
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser("graph-fsdp", description="Fully sharded data parallelism by graph passes.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -63,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         chosen.run(chosen)
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, UnsupportedError, CheckpointError, OSError) as error:
         print(f"graph-fsdp: {error}", file=sys.stderr)
         return 2

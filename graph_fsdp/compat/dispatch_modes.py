@@ -13,10 +13,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 Value = TypeVar("Value")
 
@@ -36,6 +39,11 @@ without_dispatch_modes = python_dispatch._disable_current_modes
 # What torch.func transforms at the moment, None where there is nothing.
 transform_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 is_batch_of_gradients: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+def differentiates_forward() -> bool:
+    """Say whether this is a block of ``torch.autograd.forward_ad.dual_level()``."""
+    return forward_ad._current_level >= 0
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
@@ -82,6 +90,33 @@ def _without_hooks_of_torch() -> Iterator[None]:
             since = {key: hook for key, hook in hooks.items() if key not in before}
             hooks.clear()
             hooks.update({**before, **since})
+
+
+# --- fake tensors
+
+
+@contextlib.contextmanager
+def all_fake() -> Iterator[None]:
+    """Compute on fake tensors alone, whatever operators are given. ``FakeTensorMode(allow_non_fake_inputs=True)`` runs
+    ``parameter * 2``, which is given no fake tensor, on the parameter's memory, and placeholders have none."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _AllFake(mode):
+        yield
+
+
+class _AllFake(TorchDispatchMode):
+    """Gives operators the fake tensors of ``mode`` in the place of those with memory."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_traceable_wrapper_subclass(tensor)
+        return self._mode.from_tensor(tensor) if is_plain else tensor
 
 
 # --- collectives

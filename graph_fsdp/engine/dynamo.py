@@ -21,6 +21,7 @@ from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Call, Cause
 from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError, UnsupportedError
 from graph_fsdp.module.structure import OF_BACKWARD, Structure
+from graph_fsdp.parameters.inputs import tensors_of
 from graph_fsdp.parameters.placeholder import NOT_OF_USERS, line_of
 
 _FORWARD = "graph_fsdp_forward"
@@ -128,9 +129,7 @@ def differentiable_once(outputs: Any, before: Callable[[Any], None] | None = Non
     """Have the backward of ``outputs`` refuse ``create_graph=True``, as what it recorded could not be differentiated,
     and gradients in a batch, as its programs run operators on memory. ``before``: called when their backward begins."""
     if torch.is_grad_enabled():
-        tensors: list[Tensor] = []
-        compat.tree_map_only(Tensor, tensors.append, outputs)
-        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors):
+        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_of(outputs)):
             if node is not None:
                 compat.hook_before(node, _refuse_kinds_of_backward)
                 if before is not None:
@@ -171,7 +170,7 @@ def raised_by_forward(error: Exception, call: Call) -> Exception | None:
     if not any(words in text for words in _RAISES) and not isinstance(error, compat.TorchRuntimeError):
         return None
     try:
-        with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        with compat.all_fake():
             call.function(call.module, *call.args, **call.kwargs)
     except Exception as raised:
         return raised if isinstance(raised, AssertionError) or type(raised).__name__ in text else None

@@ -221,7 +221,7 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if Entered.engine == number:  # traced with the model
             return function(self, *given, *args, **kwargs)
-        refuse_transforms()
+        refuse_transforms(args, kwargs)
         own = vars(self)
         of_inputs, of_outputs = own["_graph_fsdp_casts"]
         engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it

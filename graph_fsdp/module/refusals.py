@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, CheckpointError, MetaDeviceError, UnsupportedError
 from graph_fsdp.optimizers.groups import parameters_of
+from graph_fsdp.parameters.inputs import tensors_of
 
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -100,12 +102,20 @@ class Registry(dict[str, Any]):
         return super().__contains__(name)
 
 
-def refuse_transforms() -> None:
-    """Refuse a call of the model under what would transform its operators, of which its graphs show none."""
+def refuse_transforms(*given: Any) -> None:
+    """Refuse a call of the model, with ``given``, under what would transform its operators, of which its graphs show
+    none."""
     if compat.transform_stack() is not None:
         raise UnsupportedError(
             "a model compiled by graph_fsdp was called under a transform of torch.func (vmap, grad, jvp, jacrev, …), "
             "which cannot see into its graphs; call the transform in the model's forward, which is traced with it"
+        )
+    if compat.differentiates_forward() and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in tensors_of(given)
+    ):
+        raise UnsupportedError(
+            "a model compiled by graph_fsdp was given a tensor with a tangent (torch.autograd.forward_ad.make_dual), "
+            "which its graphs would drop; call torch.func.jvp in the model's forward, which is traced with it"
         )
     if torch.compiler.is_exporting():
         raise UnsupportedError(

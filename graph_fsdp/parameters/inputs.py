@@ -1,4 +1,4 @@
-"""Cast or move the tensors in what a model is given, and in what it returns."""
+"""Find, cast or move the tensors in what a model is given, and in what it returns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ from torch.nn.utils.rnn import PackedSequence
 from graph_fsdp import compat
 
 Concerns: TypeAlias = Callable[[Any], bool]  # of a tensor or PackedSequence
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``: in lists, tuples, dicts, what else pytree knows, dataclasses, and the attributes
+    of an object of another class."""
+    found: list[Tensor] = []
+    for leaf in compat.pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif fields := compat.fields_of(type(leaf)):
+            found += tensors_of([getattr(leaf, name, None) for name in fields])
+        elif type(leaf).__module__ != "builtins":
+            attributes = compat.pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+            found += [tensor for tensor in attributes if isinstance(tensor, Tensor)]
+    return found
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -36,6 +36,8 @@ def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Mod
     """
     tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
     path, separator, name = model.rpartition(":")
+    if model.endswith(".py") or (separator and not (path and name)):
+        raise ValueError(f"model: {model} names no function that builds the model; give {path or model}:function")
     if not separator or model.endswith(".json"):
         return _from_config(Path(model)), {"input_ids": tokens, "labels": tokens}
     function = _named(path, name)

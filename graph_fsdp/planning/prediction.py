@@ -237,7 +237,7 @@ def plan(
 
     Raises:
         ValueError: an argument has a value that cannot be; for hardware, the message lists what is known.
-        TypeError: ``passes`` is no PassPipeline.
+        TypeError: ``passes`` is no PassPipeline, or a switch is neither True nor False.
         MeshError: the mesh does not divide into the hardware's nodes.
         All that :func:`graph_fsdp.planning.trace` raises.
     """
@@ -245,6 +245,9 @@ def plan(
     if optimizer not in OPTIMIZERS:
         known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer: {optimizer!r} is not known; known are {known}")
+    for name, value in {"clip_gradients": clip_gradients, "expandable_segments": expandable_segments}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
     passes = compile_options.pop("passes", None)
     if passes is None:
         passes = default_pipeline(hardware=described)

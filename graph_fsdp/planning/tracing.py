@@ -37,6 +37,8 @@ from graph_fsdp.runtime import RegionCache
 
 log = logging.getLogger(__name__)
 
+_COMPUTES_NOTHING = "the model's forward returns nothing that it computes of tensors; there is no graph of it"
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -149,13 +151,15 @@ def trace(
             model(*inputs[0], **inputs[1])
         except PassesHaveRun as end:
             graphs = {graph.phase: graph for graph in end.graphs}
+            if not any(node.op == "call_function" for graph in end.graphs for node in graph.nodes):
+                raise UnsupportedError(_COMPUTES_NOTHING) from None
             report = inspect(model)
             for phase, graph in graphs.items():
                 report.graphs[-1].views[phase].predict_memory = functools.partial(memory_profile, graph, end.context)
             last = _finalization(model) if finalization else None
             regions = None if engine.whole else engine.regions
             return Traced(graphs, end.context, report, last, bool(engine.unsharded.units), regions)
-    raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
+    raise UnsupportedError(_COMPUTES_NOTHING)
 
 
 def _inputs_on(target: torch.device, given: tuple[Any, ...] | Mapping[str, Any]) -> Any:
@@ -184,8 +188,14 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
     """Return what ``model_fn`` returns under ``torch.device("meta")``.
 
     Raises:
+        TypeError: it is a model, and not what builds one.
         UnsupportedError: it raises there, as a model does that reads values while it is built.
     """
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        raise TypeError(
+            f"model_fn must be a function that builds the model, got {type(model_fn).__name__}; pass the model's "
+            "class, or lambda: Model(…)"
+        )
     try:
         with torch.device("meta"):
             return model_fn()

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.mesh import group_of
+from graph_fsdp.parameters.inputs import tensors_of
 from graph_fsdp.passes import CostModel, Measurements
 from graph_fsdp.passes.analysis.cost import collective_key, op_key
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
@@ -120,7 +120,8 @@ def typical(steps: Sequence[Sequence[ProgramRun]]) -> Sequence[ProgramRun]:
 
 def _step(model: nn.Module, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with torch.set_grad_enabled(torch.is_grad_enabled() and model.training):
-        sums = [t.sum() for t in _differentiated(model(*batch, **kwargs)) if t.requires_grad]
+        differentiated = [t for t in _differentiated(model(*batch, **kwargs)) if t.requires_grad]
+        sums = [(torch.view_as_real(t) if t.is_complex() else t).sum() for t in differentiated]
         parameters = [p for p in model.parameters() if p.requires_grad]
         if sums and parameters:
             # Not backward(): nothing is accumulated, in parameters as in the tensors that made the batch.
@@ -129,9 +130,7 @@ def _step(model: nn.Module, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 def _differentiated(output: Any) -> list[Tensor]:
     loss = getattr(output, "loss", None)
-    tensors: list[Tensor] = []
-    compat.tree_map_only(Tensor, tensors.append, loss if isinstance(loss, Tensor) else output)
-    return tensors
+    return tensors_of(loss if isinstance(loss, Tensor) else output)
 
 
 @contextlib.contextmanager

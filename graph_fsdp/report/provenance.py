@@ -149,6 +149,14 @@ def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None
     return {name: ParameterLife(spec.parameters[name], buckets.get(name), tuple(events[name])) for name in names}
 
 
+def uses(graph: Graph | None, parameter: str) -> bool:
+    """Say whether a graph takes or yields something of a parameter, and does not only gather it with its bucket."""
+    if graph is None:
+        return False
+    own = graph.with_role(Role.SHARD) + graph.with_role(Role.UNPACK) + graph.with_role(Role.SHARD_GRAD)
+    return any(parameter in node.meta["fsdp"].params for node in own)
+
+
 def _kinds(graph: Graph, names: Collection[str]) -> dict[str, dict[fx.Node, str]]:
     kinds: dict[str, dict[fx.Node, str]] = {name: {} for name in names}
     for node in graph.fx_graph.nodes:

@@ -31,7 +31,7 @@ from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
 from graph_fsdp.report import text as report_text
 from graph_fsdp.report.data import BucketRow, bucket_rows, graph_data, report_data, stage_diff
 from graph_fsdp.report.file import SavedReport, write_text
-from graph_fsdp.report.provenance import ParameterLife, lives, not_there
+from graph_fsdp.report.provenance import ParameterLife, lives, not_there, uses
 from graph_fsdp.report.step import PredictedStep, predicted_step
 from graph_fsdp.report.trace_events import ScheduledGraph, predicted_trace
 from graph_fsdp.runtime import Program, WholeProgram
@@ -253,15 +253,29 @@ class GraphReport(report_text.Printed):
 
     def find(self, parameter: str) -> ParameterLife:
         """Follow one parameter, by its name in ``named_parameters()``: where in the latest graphs its shard goes in, is
-        gathered, is used (with the line of the model), is freed, and how its gradient leaves.
+        gathered, is used (with the line of the model), is freed, and how its gradient leaves. Of a model that breaks
+        into pieces these are the graphs that use it.
 
         Raises:
             KeyError: the model has no sharded parameter of this name; says which names are like it.
         """
         if parameter not in self.spec.parameters:
             raise KeyError(not_there(parameter, self.spec.parameters))
-        latest = {phase: (c.index, view.graph) for c in self.graphs for phase, view in c.views.items() if view.graph}
-        return lives(self.spec, latest.values(), only=parameter)[parameter]
+        graphs = [found for phase in PHASES for found in self._graphs_of(parameter, phase)]
+        return lives(self.spec, graphs, only=parameter)[parameter]
+
+    def _graphs_of(self, parameter: str, phase: Phase) -> list[tuple[int, Graph]]:
+        """Return the latest graph of a phase, or the latest of each piece that uses a parameter, with their numbers."""
+        ran = [c for c in self.graphs if c.views[phase].graph is not None]
+        if any(captured.cause.kind == "piece" for captured in self.graphs):
+            ran = [c for c in ran if uses(c.views[phase].graph, parameter)] or ran
+            alike = [c for c in ran if c.cause.key == ran[-1].cause.key]
+            # Pieces are other code, which Dynamo numbers: "1/0" is captured again as "1/1".
+            latest = {str(c.cause.compilation).partition("/")[0]: c for c in alike}
+            ran = sorted(latest.values(), key=lambda captured: captured.index)
+        else:
+            ran = ran[-1:]
+        return [(c.index, graph) for c in ran if (graph := c.views[phase].graph) is not None]
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write the predicted schedule of the latest forward and backward graph (or, of a model that has only run

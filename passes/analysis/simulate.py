@@ -13,6 +13,7 @@ Linear in the graph, times the number of streams.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,16 +29,19 @@ from graph_fsdp.passes.ir.operands import argument, operand
 @dataclass(frozen=True)
 class Conditions:
     """Says what a step may meet. ``straggler``: how many times slower the slowest rank computes, 1 or more.
-    ``contention``: whether collectives share links and processors. Raises ValueError on a straggler that cannot be."""
+    ``contention``: whether collectives share links and processors. Raises ValueError or TypeError on what cannot be."""
 
     straggler: float = 1.0
     contention: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.straggler, bool) or not isinstance(self.straggler, (int, float)) or not self.straggler >= 1:
+        is_number = isinstance(self.straggler, (int, float)) and not isinstance(self.straggler, bool)
+        if not is_number or not 1 <= self.straggler < math.inf:
             raise ValueError(
                 f"straggler: says how many times slower the slowest rank computes, 1 or more, got {self.straggler!r}"
             )
+        if not isinstance(self.contention, bool):
+            raise TypeError(f"contention must be True or False, got {self.contention!r}")
 
 
 @dataclass(frozen=True)

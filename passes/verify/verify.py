@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import fx
 
@@ -22,9 +22,10 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import argument, arguments, operand
 from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.passes.ir.stage import Snapshot
-from graph_fsdp.passes.transforms.bucket import is_unreplicated
 from graph_fsdp.passes.transforms.reshard import scale_of
 from graph_fsdp.passes.transforms.slots import Lifetime, lifetimes
+from graph_fsdp.passes.verify.gradients import GradientChecks
+from graph_fsdp.passes.verify.places import Writes, exchanged
 from graph_fsdp.passes.verify.proven import Proven
 
 _GATHER_INVARIANT = "a gathered bucket has its own layout"
@@ -32,7 +33,7 @@ _KEPT_INVARIANT = "a kept shard has its bucket's layout"
 _CUSTOM_INVARIANT = "collectives are those that the user has set"
 
 
-class Verifier:
+class Verifier(GradientChecks):
     """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since.
     ``reduced``: the parameters whose gradients it reduces; None for those that it reduces now. ``snapshot``: of the
     graph as it is, taken here where there is none."""
@@ -45,13 +46,11 @@ class Verifier:
         *,
         snapshot: Snapshot | None = None,
     ) -> None:
-        self.graph, self.context = graph, context
+        super().__init__(graph, context, reduced)
         self.entries = (snapshot or Snapshot(graph.fx_graph)).entries
         self.proven = Proven(self.entries, graph.placeholders)
-        self.outputs = self.proven.kinds(graph.outputs)
-        if reduced is None:
-            reduced = {dialect.parameter_of(n) for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad}
-        self.reduced = reduced
+        self.returned, self.outputs = graph.outputs, self.proven.kinds(graph.outputs)
+        self.writes = Writes(graph)
         self.gradients = {  # the place of a gradient among the outputs → its parameter
             index: dialect.parameter_of(value)
             for index, value in enumerate(graph.outputs)
@@ -66,8 +65,11 @@ class Verifier:
         if self.graph.phase == "capture":
             return
         self._values()
+        if wrong := self.writes.broken(self.graph, self.nodes):
+            self._fail("inputs are written as they were", *wrong)
         self._reductions()
         self._reduced_over()
+        self._where_gradients_lie()
         self._returned()
         if self.graph.phase in ("forward", "backward", "inference"):
             self._buffers()
@@ -75,9 +77,6 @@ class Verifier:
             self._updates()
             self._collectives()
             self._budget()
-
-    def _fail(self, invariant: str, node: fx.Node | None, detail: str, parameters: tuple[str, ...] = ()) -> NoReturn:
-        raise VerificationError(self.pass_name, self.graph, invariant, node, detail, parameters)
 
     def _topological(self) -> None:
         seen, body = set[fx.Node](), False
@@ -100,13 +99,9 @@ class Verifier:
         if not self.nodes or self.nodes[-1].op != "output":
             self._fail("the graph returns what it returned", None, "it does not end with an output")
 
-    def _with_role(self, *roles: Role) -> list[fx.Node]:
-        """Return the nodes of these roles, in graph order."""
-        return [node for node, found in self.recorded.items() if found.role in roles]
-
     def _values(self) -> None:
         """Shapes, dtypes and devices agree with the fake tensors of nodes that were edited, or whose inputs were."""
-        due = self.proven.edited(self.entries)
+        self.edited = due = self.proven.edited(self.entries)
         for node in self.nodes if due else ():
             if node in due and node.op == "call_function":
                 meta = node.meta
@@ -148,6 +143,9 @@ class Verifier:
         for index, (before, after) in enumerate(zip(expected, found, strict=True)):
             if before != after and not (outputs[index] in offloaded and before[:2] == after[:2]):
                 self._fail(invariant, output, f"output {index} was {before} and is {after}")
+        stood = [*self.returned[:count], *[None] * len(kept), *self.returned[count:]]
+        if (place := exchanged(stood, outputs)) is not None:
+            self._fail(invariant, output, f"output {place} was {stood[place]} and is {outputs[place]}, another output")
 
     def _buffers(self) -> None:
         """Each buffer is started, waited for and freed once, behind its last use through any alias."""
@@ -316,76 +314,6 @@ class Verifier:
                 wrong = f"{live:,} bytes are gathered at once, the budget is {budget:,}"
                 self._fail("bytes gathered and in flight stay under the budget", node, wrong)
             live -= ends[node]
-
-    def _reductions(self) -> None:
-        """Each parameter whose gradient the joint graph reduced is still reduced, exactly once."""
-        settings, parameters = self.context.settings, self.context.model.parameters
-        may_be_kept = settings.unsynced | settings.unreplicated
-        seen: set[str] = set()
-        produced: set[str] = set()
-        for node in self._with_role(Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
-            names = node.meta["fsdp"].params
-            if has_role(node, Role.ACCUMULATE) and node.meta["fsdp"].unit not in may_be_kept:
-                self._fail("each gradient is reduced exactly once", node, f"{names[0]} is kept and not reduced", names)
-            if has_role(node, Role.SHARD_GRAD) or node.target is dialect.accumulate_grad:
-                produced |= set(names)
-                if has_role(node, Role.SHARD_GRAD) or is_unreplicated(parameters[names[0]], self.context):
-                    continue
-            for name in names:
-                if name in seen:
-                    self._fail("each gradient is reduced exactly once", node, f"{name} is reduced a second time")
-                seen.add(name)
-        phase = self.graph.phase
-        if phase not in ("joint", "backward") or "annotated" not in self.graph.facts:
-            return
-        bucketed = "bucketed" in self.graph.facts
-        if bucketed and self.context.model.mesh.ranks == 1:
-            return
-        kept = {n for n, p in parameters.items() if p.empty or p.mesh.ranks == 1}
-        expected = self.reduced - kept if bucketed else self.reduced
-        if expected - seen or seen - expected:
-            wrong = sorted(expected - seen) or sorted(seen - expected)
-            invariant = "each gradient is reduced exactly once"
-            returned = (v for i, v in enumerate(self.graph.outputs) if self.gradients.get(i) == wrong[0])
-            node = next((value for value in returned if isinstance(value, fx.Node)), self.graph.output)
-            self._fail(invariant, node, f"not reduced as traced: {', '.join(wrong)}", tuple(wrong))
-        for start in self._with_role(Role.REDUCE_START):
-            dropped = tuple(name for name in start.meta["fsdp"].params if name not in produced)
-            if dropped:
-                invariant = "each reduced gradient is returned"
-                self._fail(invariant, start, f"reduced and dropped: {', '.join(dropped)}", dropped)
-
-    def _reduced_over(self) -> None:
-        """Each gradient is reduced once over the group that shards, then once over the replicas, if any."""
-        phase, model = self.graph.phase, self.context.model
-        if phase != "backward" or "bucketed" not in self.graph.facts:
-            return
-        invariant = "each gradient is reduced once over each group"
-        over: dict[fx.Node, tuple[str, ...]] = {}
-        behind: set[fx.Node] = set()  # what reads nodes of ``over``
-        for node in self.nodes:
-            if node not in behind and node not in self.recorded:
-                continue
-            sources = [over[source] for source in inputs_of(node) if source in over]
-            groups = tuple(dict.fromkeys(itertools.chain.from_iterable(sources)))
-            if has_role(node, Role.REDUCE_START, Role.REPLICATE_START):
-                groups, due = (*groups, dialect.group_of(node)), self._due(node)
-                if groups != due[: len(groups)]:
-                    wrong = f"{node} reduces over the groups {groups}, in order; its parameters' are {due}"
-                    self._fail(invariant, node, wrong)
-            elif has_role(node, Role.SHARD_GRAD) and groups != (due := self._due(node)):
-                names = tuple(n for n in node.meta["fsdp"].params if not model.parameters[n].empty)
-                missing = "its replicas" if groups and groups[0] == due[0] else "the ranks that shard it"
-                if names:
-                    self._fail(invariant, node, f"the gradient of {names[0]} is not reduced over {missing}", names)
-            if groups:
-                over[node] = groups
-                behind.update(node.users)
-
-    def _due(self, node: fx.Node) -> tuple[str, ...]:
-        """Return the groups over which the gradients of a node are to be reduced."""
-        model = self.context.model
-        return model.reduce_groups(model.parameters[node.meta["fsdp"].params[0]])
 
     def _collectives(self) -> None:
         """Once scheduled, the sequence of collectives is fixed: it is what the ranks agree on."""
