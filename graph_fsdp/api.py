@@ -114,7 +114,7 @@ def compile(
         fullgraph, dynamic: as in ``torch.compile``. For a tensor-parallel model, and with ``cuda_graphs``,
             ``dynamic=None`` means False: each size of inputs has a graph of its own.
         cuda_graphs: on CUDA, run each compute region that can be captured (``inspect`` says which) as a CUDA graph. The
-            memory of gathered parameters, activations and copies of inputs is kept between runs. Never run on CUDA.
+            memory of gathered parameters, activations and copies of inputs is kept between runs.
         programs: a folder in which graphs after the passes are kept for later starts, and those of earlier ones, and
             of :func:`graph_fsdp.precompile`, are found: see :mod:`graph_fsdp.programs`. None is a folder in Inductor's
             cache, with ``backend="inductor"`` and unless ``GRAPH_FSDP_PROGRAMS=0`` is set. False keeps and finds none.
