@@ -169,6 +169,14 @@ def float8_beside_fsdp2(device: torch.device) -> Figures:
     return compiled_beside_fsdp2(device, "float8", {"mp_policy": BFLOAT16})
 
 
+@check("A", 90, cases=["mxfp8", "nvfp4"], needs=ACCELERATORS, reason="on the CPU tests do it")
+def blocks_of_other_formats_beside_fsdp2(device: torch.device, case: str) -> Figures:
+    """torchao's formats of blocks of elements, in which both gather weights."""
+    if not importlib.util.find_spec("torchao"):
+        raise CannotRun("torchao is not installed")
+    return beside_fsdp2(device, case, {"mp_policy": BFLOAT16}, "eager")
+
+
 @check("A", 200, needs=["cuda"], reason="CUDA graphs are captured")
 def cuda_graphs_beside_fsdp2(device: torch.device) -> Figures:
     return compiled_beside_fsdp2(device, "CUDA graphs", {"cuda_graphs": True})
@@ -226,6 +234,11 @@ class Run:
             from device_checks.triton_kernels import in_float8
 
             in_float8(workload.blocks(model))
+        if self.case in ("mxfp8", "nvfp4"):
+            from graph_fsdp.integrations.torchao import gather_in
+
+            for block in workload.blocks(model):
+                gather_in(block, self.case)
         with one_of(self.device, RANKS):
             mesh = init_device_mesh(self.device.type, (RANKS,))
             sharded = build(model, Setup(workload.blocks, mesh, self.policy, self.reshard))

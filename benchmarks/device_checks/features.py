@@ -71,6 +71,24 @@ def trained_once(model: Any, optimizer: Any, workload: Workload, device: torch.d
     return loss.detach()
 
 
+@check("A", 90, needs=ACCELERATORS, reason="on the CPU tests do it")
+def muon_of_one_rank(device: torch.device) -> Figures:
+    """Muon for the matrices of blocks: losses are those without ``distribute_optimizer``."""
+    workload, losses = llama_of(device), []
+    with one_rank(device):
+        setup = Setup(workload.blocks, init_device_mesh(device.type, (1,)))
+        for distributed in (False, True):
+            model = ours(backend="eager")(workload.make(torch.device("cpu")).to(device), setup)
+            matrices = [p for block in workload.blocks(model) for p in block.parameters() if p.ndim == 2]
+            optimizer = torch.optim.Muon(matrices, lr=1e-2)
+            if distributed:
+                graph_fsdp.distribute_optimizer(optimizer)
+            losses.append([trained_once(model, optimizer, workload, device, step).item() for step in range(STEPS)])
+    worst = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
+    assert worst <= 1e-3 and losses[1][-1] != losses[1][0], losses
+    return {"difference": worst, "losses": losses[1]}
+
+
 @check("A", 120, needs=ACCELERATORS, reason="on the CPU tests do it", cases=["at once", "asynchronous"])
 def checkpoints_of_one_rank(device: torch.device, case: str) -> Figures:
     """What is saved goes on as if nothing had been."""

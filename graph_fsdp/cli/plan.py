@@ -87,6 +87,7 @@ def _run(chosen: argparse.Namespace) -> None:
             check_writable(getattr(chosen, name))
     atexit.register(gc.freeze)  # Python's last collection would walk all that is left of the graphs, to free it
     made = _made(chosen)
+    gc.freeze()  # nor does one walk them while the plan is printed
     print(json.dumps(made.summary(), indent=1) if chosen.json else made)
     if chosen.report:
         made.save(chosen.report)

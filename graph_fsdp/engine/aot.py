@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.engine.attention import warn_of_attention
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext
@@ -94,6 +95,7 @@ class AotTrace:
         self._note(joint, len(joint_inputs[0]), num_fwd_outputs)
         mark_tangents(joint_graph, len(joint_inputs[0]))
         refuse_sparse_gradients(joint_graph)
+        warn_of_attention(joint_graph)
         engine.pipeline.run([joint_graph], context)
         absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
         kind = self._kind(joint_graph)
