@@ -356,3 +356,12 @@ def test_a_backward_reduces_what_is_kept_of_a_branch_that_it_has_not(method: str
     graphs = len(engine_of(model).graphs)
     model(torch.randn(4, 16), 1).sum().backward()
     assert len(engine_of(model).graphs) == graphs, "nothing is left"
+
+
+@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_an_accumulation_that_raised_is_given_up(method: str) -> None:
+    model = model_on((2, 4))
+    getattr(model, method)(False)
+    assert step(model).kept_nbytes
+    model.reset_iter_state()
+    assert graph_fsdp.inspect(model).kept_nbytes == 0 and not engine_of(model).kept, "the next backward adds nothing"
