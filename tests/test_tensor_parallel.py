@@ -246,6 +246,17 @@ def the_full_state_dict_is_that_of_one_process() -> None:
         assert all(torch.equal(full[name], value) for name, value in expected.items())
 
 
+@FACTS
+def each_rank_loads_its_part_of_whole_tensors() -> None:
+    mesh = two_by_two()
+    one, model = TwoLinear(), ours(two_linear(mesh["tp"]), mesh["dp"])
+    with torch.no_grad():
+        for p in one.parameters():
+            p.copy_(torch.arange(p.numel()).view(p.shape))
+    model.load_state_dict(one.state_dict())
+    assert all(torch.equal(value, one.get_parameter(name)) for name, value in parameters_of(model).items())
+
+
 @FACTS.long
 def the_whole_mesh_says_by_its_names_what_is_for_what() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
