@@ -228,8 +228,8 @@ def pipelines(schedules: tuple[str, ...], tp: bool = False) -> None:
             assert kinds["finalized"] == 1 and kinds["divided"] == 2 * divides, f"{schedule}: {kinds}"
             more = {kind: report.collectives[kind] - counted[kind] for kind in ("all_gather", "reduce")}
             buckets = len(report.spec.buckets)
-            assert more["reduce"] == 2 * buckets, f"{schedule}: {more}, once per step"
-            assert more["all_gather"] > 3 * buckets if tp else more["all_gather"] == 3 * buckets, f"{schedule}: {more}"
+            assert more["reduce"] == 2 * buckets, f"{schedule}: {more}, once per step that reduces"
+            assert more["all_gather"] == 3 * buckets, f"{schedule}: {more}, once per step"
         evaluates = schedule in ("GPipe", "1F1B", "Interleaved1F1B") and hasattr(trained.schedule, "eval")
         for enabled in (False, True) if evaluates else ():
             with torch.set_grad_enabled(enabled):

@@ -145,7 +145,9 @@ def test_activations_within_a_memory_budget(fake_group: Any) -> None:
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     saved = []
     for budget in (None, 0.0):
-        model = ours(with_matrices(Transformer(attention=False), mesh["tp"]), mesh["dp"], activation_checkpointing=budget)
+        model = ours(
+            with_matrices(Transformer(attention=False), mesh["tp"]), mesh["dp"], activation_checkpointing=budget
+        )
         model(batch(0, 0)[:, :-1]).sum().backward()
         saved.append(graph_fsdp.inspect(model).forward.memory.timeline["saved"][-1])
     assert saved[1] < saved[0]

@@ -22,7 +22,7 @@ class PipelineStage(TorchStage):
 
     Microbatches keep their gradients whole, and the last one's backward is followed by one reduction of their sums.
     Parameters are gathered at the first forward of a step and stay whole to its end, where units can be whole
-    (``unshard``); otherwise each microbatch gathers them, as with tensor-parallel or offloaded parameters. Where the
+    (``unshard``); otherwise each microbatch gathers them, as with offloaded parameters on an accelerator. Where the
     schedule divides a backward into that of inputs and that of weights (zero bubble), two programs run it.
 
     Raises:
