@@ -5,8 +5,8 @@
 Nothing is measured here, and no figure was fitted. A row is planned three times over:
 
 - **this project**: its program, as ``graph-fsdp plan`` says.
-- **gathered once**: the same program, whose parameters are gathered once a step, as both reports have it. Here that is
-  so of parameters that are not tensor parallel; the others are gathered by each microbatch.
+- **gathered once**: the same program, whose parameters are gathered once a step, as both reports have it, and as
+  it does itself where they can be whole.
 - **all hidden**: the latter, where each microbatch's forward and backward take as long as what takes longest of them,
   computing or the busiest group's collectives. No schedule can be faster.
 

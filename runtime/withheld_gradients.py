@@ -50,16 +50,20 @@ class KeptGradients:
     """Holds kept gradients by parameter and whether they are reduced shards, what takes the mean of a bucket's reduced
     ones over replica groups, in place (given with the first bucket of a program what all of it are, else ""), hooks on
     reduced ones by unit, by parameter what steps it in backward, given gradients of shards by name, and what says
-    whether the backward under way is one of a parameter: others neither keep nor take what is kept, and do not step."""
+    whether the backward under way is one of a parameter: others neither keep nor take what is kept, and do not step.
+    ``due`` has what some rank may keep, and so the same on all ranks: what one's loss leaves out, another's may not.
+    ``takes_all`` is set while no backward but ``finalize_backward`` takes."""
 
     gradients: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
+    due: set[tuple[str, bool]] = field(default_factory=set)
+    takes_all: bool = False
     mean_over_groups: Callable[[str, Tensor], None] = lambda of_all, reduced: None
     hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
     updates: dict[str, Callable[[dict[str, Tensor]], None]] = field(default_factory=dict)
     wanted: Callable[[str], bool] = lambda param: True
 
     def __bool__(self) -> bool:
-        return bool(self.gradients)
+        return bool(self.due)
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +73,7 @@ class KeptGradients:
         if not self.wanted(plan.param):
             return
         key = plan.param, plan.reduced
+        self.due.add(key)
         if (kept := self.gradients.get(key)) is not None:
             _add(kept, grad)
         elif plan.owned and grad.dtype is plan.dtype and grad.is_contiguous():
@@ -98,8 +103,15 @@ class KeptGradients:
         return [g if kept is None else _add(kept, g) for g, kept in zip(grads, found, strict=True)]
 
     def _taken(self, name: str, reduced: bool) -> Tensor | None:
-        key = name, reduced
-        return self.gradients.pop(key) if key in self.gradients and self.wanted(name) else None
+        if not self.takes_all and not self.wanted(name):
+            return None
+        self.due.discard((name, reduced))
+        return self.gradients.pop((name, reduced), None)
+
+    def clear(self) -> None:
+        """Give up all gradients that are kept."""
+        self.gradients.clear()
+        self.due.clear()
 
 
 def _add(kept: Tensor, grad: Tensor) -> Tensor:

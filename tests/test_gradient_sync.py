@@ -325,3 +325,43 @@ def test_gradients_that_share_memory_are_kept_apart() -> None:
     assert torch.equal(kept["a", False], torch.full((8, 4), 6.0)) and torch.equal(
         kept["b", False], torch.full((8, 4), 6.0)
     )
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.head(self.blocks[branch](x))
+
+
+@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_a_backward_reduces_what_is_kept_of_a_branch_that_it_has_not(method: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    model = graph_fsdp.compile(Branches(), mesh, backend="eager")
+    getattr(model, method)(False)
+    model(torch.randn(4, 16), 0).sum().backward()
+    getattr(model, method)(True)
+    loss = model(torch.randn(4, 16), 1).sum()
+    torch.autograd.grad(loss, [model.blocks[1].weight], retain_graph=True)
+    assert graph_fsdp.inspect(model).kept_nbytes, "a backward of other gradients takes nothing of these"
+    loss.backward()
+    report = graph_fsdp.inspect(model)
+    assert report.kept_nbytes == 0 and all(p.grad is not None for p in model.parameters())
+    added = engine_of(model).graphs[-1]
+    assert added.cause.text == "a backward has ended, and reduces what backwards have kept"
+    assert {b.parameters for b in added.views["backward"].buckets} == {("blocks.0.weight", "blocks.0.bias")}
+    graphs = len(engine_of(model).graphs)
+    model(torch.randn(4, 16), 1).sum().backward()
+    assert len(engine_of(model).graphs) == graphs, "nothing is left"
+
+
+@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_an_accumulation_that_raised_is_given_up(method: str) -> None:
+    model = model_on((2, 4))
+    getattr(model, method)(False)
+    assert step(model).kept_nbytes
+    model.reset_iter_state()
+    assert graph_fsdp.inspect(model).kept_nbytes == 0 and not engine_of(model).kept, "the next backward adds nothing"

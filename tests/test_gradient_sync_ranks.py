@@ -77,6 +77,13 @@ def sums_hook_and_own_group(model: nn.Module, microbatch: int) -> None:
     own_group_at_times(model, microbatch)
 
 
+def freeze_last(model: nn.Module, microbatch: int) -> None:
+    """What is kept of a parameter is reduced with the others, also where it was frozen before the last microbatch."""
+    sync_last(model, microbatch)
+    for module in (model.blocks[0], model.blocks[1].up):  # type: ignore[index,union-attr]
+        module.requires_grad_(microbatch < MICROBATCHES - 1)  # type: ignore[union-attr]
+
+
 def halve(reduced: Tensor) -> None:
     reduced.mul_(0.5)
 
@@ -87,6 +94,7 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "reduced in float16": ("one_block", (2,), {"mp_policy": FP16}, sync_last),
     "tied weights": ("gpt_tied", (2,), {}, sync_last),
     "frozen parameters": ("frozen", (2,), {}, sync_last),
+    "frozen before the last": ("mlp", (2,), {}, freeze_last),
     "some units": ("mlp", (2,), {}, some_units),
     "sums": ("mlp", (2,), {}, every_unit("set_force_sum_reduction_for_comms", True)),
     "a factor and one reduction": ("one_block", (2,), {}, factor_and_sync),
@@ -154,7 +162,7 @@ def check_equal(both: list[dict[str, list[Any]]], setting: str) -> None:
 
 
 SHORT = [
-    *("reduced in float16", "frozen parameters", "some units", "a factor and one reduction"),
+    *("reduced in float16", "frozen parameters", "frozen before the last", "some units", "a factor and one reduction"),
     *("three reductions under way, with a hook", "a group of reductions"),
 ]
 

@@ -275,6 +275,24 @@ def norms_are_those_of_one_process_over_any_meshes() -> None:
 
 
 @FACTS
+def norms_of_any_gradients_are_those_of_one_process() -> None:
+    """A NaN on one rank, and squares that overflow the gradients' type."""
+    model = graph_fsdp.compile(nn.Linear(8, 8, bias=False, dtype=torch.float16), backend="eager")
+    shard = model.weight
+    for where in range(4):
+        shard.grad = torch.full_like(shard, 100.0)
+        if rank() == where:
+            shard.grad.to_local()[0] = math.nan
+        for norm_type in (2.0, math.inf):
+            assert model.clip_grad_norm_(1.0, norm_type).isnan(), (where, norm_type)
+    shard.grad = torch.full_like(shard, 100.0)
+    one = nn.Parameter(torch.ones(8, 8, dtype=torch.float16))
+    one.grad = torch.full_like(one, 100.0)
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_([one], 1.0).float())
+    torch.testing.assert_close(shard.grad.full_tensor(), one.grad)
+
+
+@FACTS
 def checkpoints_hold_experts_on_any_mesh() -> None:
     mesh, own = meshes(2, 2)
     model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})

@@ -141,6 +141,18 @@ def test_collectives_of_the_model_keep_their_order(fake_group: Any) -> None:
 # Bad input
 
 
+def test_activations_within_a_memory_budget(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    saved = []
+    for budget in (None, 0.0):
+        model = ours(
+            with_matrices(Transformer(attention=False), mesh["tp"]), mesh["dp"], activation_checkpointing=budget
+        )
+        model(batch(0, 0)[:, :-1]).sum().backward()
+        saved.append(graph_fsdp.inspect(model).forward.memory.timeline["saved"][-1])
+    assert saved[1] < saved[0]
+
+
 def test_parameters_that_are_sharded_otherwise(fake_group: Any) -> None:
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     described = ("parameter 'up.weight' is a DTensor with placements (Shard(dim=0),) on mesh ('tp',)",)
@@ -234,6 +246,17 @@ def the_full_state_dict_is_that_of_one_process() -> None:
     if dist.get_rank() == 0:
         assert list(full) == list(expected)
         assert all(torch.equal(full[name], value) for name, value in expected.items())
+
+
+@FACTS
+def each_rank_loads_its_part_of_whole_tensors() -> None:
+    mesh = two_by_two()
+    one, model = TwoLinear(), ours(two_linear(mesh["tp"]), mesh["dp"])
+    with torch.no_grad():
+        for p in one.parameters():
+            p.copy_(torch.arange(p.numel()).view(p.shape))
+    model.load_state_dict(one.state_dict())
+    assert all(torch.equal(value, one.get_parameter(name)) for name, value in parameters_of(model).items())
 
 
 @FACTS.long

@@ -187,7 +187,7 @@ class Engine:
             stack.callback(self.unsharded.after_forward)
             if self.settings.unsharded != self.unsharded.units:
                 self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
-            inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
+            inputs = self.finalization.watched(self.unsharded.watched(self.storage.inputs_after_refresh()))
             key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast)
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self.fullgraph, hooks=key.hooks, integers=self._integers))

@@ -4,11 +4,16 @@ A pipeline runs the backwards of many microbatches and reduces once at the end. 
 (``runtime/withheld_gradients.py``). What reduces them is a graph as any other: passes make its buckets and schedule,
 ranks agree on it, and the report has it. Its inputs are zeros, to which the executor adds what is kept; a gradient
 that no rank has stays None.
+
+[Note: kept gradients that a backward does not take]
+A backward that reduces takes what is kept of its own parameters. Others, of a branch that this forward has not run or
+frozen since, are reduced when it has ended, as FSDP2 does: by such a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +21,7 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Cause
-from graph_fsdp.parameters.gradients import accumulate_gradients
+from graph_fsdp.parameters.gradients import Linked, accumulate_gradients, leaf_of_all
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
@@ -47,18 +52,52 @@ class Finalization:
         if engine.graphs and engine.spec.mesh.ranks > 1:
             members = [p for p in engine.storage.parameters.values() if self._is_reduced(p)]
             if members:
-                self._reduce(members)
+                accumulate_gradients(members, self._reduce(members, "finalize_backward() reduces"))
         units = engine.unsharded
         for unit in sorted(units.units - units.held - units.whole_after_backward):
             units.reshard(unit)
 
     def _is_reduced(self, p: ShardedParameter) -> bool:
         spec = p.spec
-        if not p.shard.requires_grad or spec.empty or spec.unit in self.unreduced:
+        if not (p.shard.requires_grad or self._is_due(p)) or spec.empty or spec.unit in self.unreduced:
             return False
         return spec.mesh.ranks > 1 or self._engine.spec.offload is not None
 
-    def _reduce(self, members: list[ShardedParameter]) -> None:
+    def watched(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs of a forward behind a node whose backward comes when that of the forward has ended
+        ([Note: kept gradients that a backward does not take])."""
+        if not self._engine.kept or self.manual or not torch.is_grad_enabled():
+            return inputs
+        trained = {name: value for name, value in inputs.items() if value.requires_grad}
+
+        def ended(grads: Sequence[Tensor | None], _: Any) -> Sequence[Tensor | None]:
+            members: list[ShardedParameter] = []
+            if compat.is_run(leaf_of_all()[1]):  # not one of ``torch.autograd.grad``, or with ``inputs``
+                with contextlib.suppress(ReferenceError):  # the model is gone, and with it what it kept
+                    members = self._left()
+            if not members:
+                return grads
+            with self._engine.schedules.failures_told("backward"), compat.without_dispatch_modes():
+                reduced = self._reduce(members, "a backward has ended, and reduces")
+            frozen = [(p, grad) for p, grad in zip(members, reduced, strict=True) if not p.shard.requires_grad]
+            accumulate_gradients([p for p, _ in frozen], [grad for _, grad in frozen])
+            found = {p.spec.name: grad for p, grad in zip(members, reduced, strict=True)}
+            pairs = [(grad, found.get(name)) for name, grad in zip(trained, grads, strict=True)]
+            return [own if more is None else more if own is None else own + more for own, more in pairs]
+
+        return inputs | dict(zip(trained, Linked.apply([*trained.values()], ended, *trained.values()), strict=True))
+
+    def _is_due(self, p: ShardedParameter) -> bool:
+        return not {(p.spec.name, False), (p.spec.name, True)}.isdisjoint(self._engine.kept.due)
+
+    def _left(self) -> list[ShardedParameter]:
+        """Return the parameters of which something is kept that is to be reduced now."""
+        now = self._engine.settings
+        kept = filter(self._is_due, self._engine.storage.parameters.values())
+        return [p for p in kept if p.spec.unit not in now.unsynced | now.unreplicated]
+
+    def _reduce(self, members: list[ShardedParameter], what: str) -> Sequence[Tensor | None]:
+        """Reduce what is kept of ``members``; return the gradients of their padded local shards."""
         engine = self._engine
         now = engine.settings
         settings = Settings(
@@ -74,12 +113,15 @@ class Finalization:
         )
         key = settings, tuple(p.spec.name for p in members)
         if key not in self._programs:
-            self._programs[key] = self._compile(members, settings)
+            self._programs[key] = self._compile(members, settings, what)
         program, absent = self._programs[key]
-        absent.used = 0
-        with torch.no_grad():
-            gradients = program([self._zeros(p) for p in members])
-        accumulate_gradients(members, gradients)
+        absent.used, engine.kept.takes_all = 0, True
+        try:
+            with torch.no_grad():
+                gradients: Sequence[Tensor | None] = program([self._zeros(p) for p in members])
+        finally:
+            engine.kept.takes_all = False
+        return gradients
 
     def _device(self, p: ShardedParameter) -> torch.device:
         offload = self._engine.spec.offload
@@ -93,10 +135,10 @@ class Finalization:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def _compile(
-        self, members: list[ShardedParameter], settings: Settings
+        self, members: list[ShardedParameter], settings: Settings, what: str
     ) -> tuple[Callable[[list[Any]], Any], AbsentGradients]:
         engine = self._engine
-        cause = Cause("finalized", "finalize_backward() reduces what backwards have kept")
+        cause = Cause("finalized", f"{what} what backwards have kept")
         captured, context = engine.new_graph(cause, settings)
         mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
         graph = self._graph(members, mode)

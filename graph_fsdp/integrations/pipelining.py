@@ -22,7 +22,7 @@ class PipelineStage(TorchStage):
 
     Microbatches keep their gradients whole, and the last one's backward is followed by one reduction of their sums.
     Parameters are gathered at the first forward of a step and stay whole to its end, where units can be whole
-    (``unshard``); otherwise each microbatch gathers them, as with tensor-parallel or offloaded parameters. Where the
+    (``unshard``); otherwise each microbatch gathers them, as with offloaded parameters on an accelerator. Where the
     schedule divides a backward into that of inputs and that of weights (zero bubble), two programs run it.
 
     Raises:
@@ -62,7 +62,7 @@ class PipelineStage(TorchStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.submod
         engine, _ = place(model)
-        if torch.is_grad_enabled() and not engine.finalization.manual:
+        if torch.is_grad_enabled() and self.has_backward and not engine.finalization.manual:
             model.set_manual_backward_finalization(True)
             if engine.spec.mesh.world_size > 1 and not engine.unsharded.unavailable():
                 model.set_reshard_after_backward(False)
@@ -93,12 +93,13 @@ class PipelineStage(TorchStage):
 
     def start_gradient_reduction(self) -> None:
         """Reduce the gradients of a step; torch 2.15's schedules of several stages call it. Torch's own would reduce
-        those that ``no_sync()`` leaves out, too."""
-        self._finalize()
+        those that ``no_sync()`` leaves out, too. Evaluations, in which GPipe and 1F1B call it as well, reduce none."""
+        if self.has_backward:
+            self._finalize()
 
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
-        """Divide the reduced gradients, which are there already, by ``grad_scale_factor``."""
-        if grad_scale_factor != 1:
+        """Divide the reduced gradients, which are there already, by ``grad_scale_factor``; not in evaluations."""
+        if grad_scale_factor != 1 and self.has_backward:
             self.scale_grads(grad_scale_factor)
 
     def _finalize(self) -> None:

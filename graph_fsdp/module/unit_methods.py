@@ -127,11 +127,13 @@ class UnitMethods:
         change(engine, **{field: tuple(sorted(lists.items()))})
 
     def reset_iter_state(self) -> None:
-        """Reshard what ``unshard()`` gathered, as FSDP2 does after a run that raised. No other state remains."""
+        """Reshard what ``unshard()`` gathered, and give up the gradients that are kept unreduced, as FSDP2 says it does
+        after a run that raised: begin its microbatches again. ``.grad`` stays, and no other state remains."""
         engine, unit = place(self)
         if unit:
             raise RuntimeError(f"reset_iter_state() was called on the unit {unit!r}; call it on the model")
         engine.unsharded.release()
+        engine.kept.clear()
 
 
 def place(module: object) -> tuple[Engine, str]:

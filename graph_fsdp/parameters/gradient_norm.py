@@ -17,7 +17,8 @@ from graph_fsdp.runtime.ranks import lockstep
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Multiply the gradients by ``max_norm / norm`` where their ``norm_type``-norm is larger. Return the norm, a plain
-    scalar. There is one reduction for each process group that gradients are sharded over; every rank of these calls."""
+    scalar in float32 at least. There is one reduction for each process group that gradients are sharded over; every
+    rank of these calls."""
     parts = [compat.local_part(grad).detach() for grad in gradients]
     if not parts:
         return torch.tensor(0.0)
@@ -54,14 +55,18 @@ def _total_norm(parts: Sequence[Tensor], groups: Sequence[tuple[str, ...]], norm
         together.setdefault(names, []).append(part if part.numel() else part.new_zeros(1))
     largest = math.isinf(norm_type)
     norms = torch.stack([torch.nn.utils.get_total_norm(members, norm_type) for members in together.values()])
-    totals = norms if largest else norms**norm_type
+    exact = norms.to(torch.promote_types(norms.dtype, torch.float32))  # a square overflows float16
+    totals = exact if largest else exact**norm_type
     for group in dict.fromkeys(name for names in together for name in names):
         sharded = torch.tensor([group in names for names in together], device=totals.device)
         found = totals[sharded]
-        work = dist.all_reduce(
-            found, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=compat.resolve_group(group), async_op=True
-        )
+        if largest:  # of a NaN and a number, a process group takes either for the larger one
+            found = torch.stack([found.nan_to_num(math.inf, math.inf), found.isnan().to(found.dtype)])
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work = dist.all_reduce(found, operation, group=compat.resolve_group(group), async_op=True)
         lockstep.finish(work, found.device)
+        if largest:
+            found = found[0].masked_fill(found[1] > 0, math.nan)
         totals = totals.masked_scatter(sharded, found)
     return totals.max() if largest else totals.sum() ** (1.0 / norm_type)
 

@@ -47,10 +47,15 @@ def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
 
 def accumulate_gradients(parameters: list[ShardedParameter], gradients: Sequence[Tensor | None]) -> None:
     """Add gradients of padded local shards to the ``grad`` of their parameters, as a backward does, which runs their
-    hooks. None stands for a gradient that is not there."""
+    hooks; not of those that were frozen since. None stands for a gradient that is not there."""
+    for p, grad in zip(parameters, gradients, strict=True):
+        if grad is not None and not p.shard.requires_grad:
+            found = as_gradient(p, grad)
+            p.shard.grad = found if p.shard.grad is None else p.shard.grad + found
     with torch.enable_grad(), compat.without_torch_function():
         shards = connected_shards(parameters)
-        given = [(shard, grad) for shard, grad in zip(shards, gradients, strict=True) if grad is not None]
+        pairs = zip(shards, gradients, strict=True)
+        given = [(shard, grad) for shard, grad in pairs if grad is not None and shard.requires_grad]
         if given:
             torch.autograd.backward([shard for shard, _ in given], [grad for _, grad in given])
 

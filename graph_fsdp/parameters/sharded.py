@@ -153,11 +153,13 @@ class Shards(ABC):
     def checked_whole(self, p: ShardedParameter) -> nn.Parameter:
         """Return what stands in the modules for an unsharded parameter, and check it: it may have been replaced."""
         found: Any = p.whole
-        plain = isinstance(found, nn.Parameter) and not isinstance(found, DTensor)
-        if not plain or found.shape != torch.Size(p.spec.shape) or found.device != p.input.device:
+        of_kind = isinstance(found, nn.Parameter) and isinstance(found, DTensor) == isinstance(p.placeholder, DTensor)
+        shape = compat.local_part(found).shape if of_kind else None
+        if shape != torch.Size(p.spec.shape) or found.device != p.input.device:
+            kind = "DTensor over its tensor-parallel ranks" if isinstance(p.placeholder, DTensor) else "plain parameter"
             raise ParameterChangedError(
-                f"parameter {p.spec.name!r} was replaced by {type(found).__name__} while it was unsharded; a plain "
-                f"parameter of shape {tuple(p.spec.shape)} on {p.input.device} has to stand there"
+                f"parameter {p.spec.name!r} was replaced by {type(found).__name__} while it was unsharded; a {kind} "
+                f"of shape {tuple(p.spec.shape)} per rank on {p.input.device} has to stand there"
             )
         whole: nn.Parameter = found
         return whole

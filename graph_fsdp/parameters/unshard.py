@@ -10,8 +10,9 @@
   has changed in between, or gradients are off.
 - What :func:`unsharded` gathered, in the dtype of the shards: to the end of its block.
 
-While a unit is whole, its modules hold plain parameters, which the model's graphs take; optimizers still hold the
-shards. A shard that changes, after its gather began, makes the whole parameter stale, an error at the next forward.
+While a unit is whole, its modules hold plain parameters (of tensor-parallel ones, DTensors over these ranks), which the
+model's graphs take; optimizers still hold the shards. A shard that changes, after its gather began, makes the whole
+parameter stale, an error at the next forward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import UnshardHandle
-from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.ranks import Schedules
@@ -70,8 +70,6 @@ class UnshardedUnits:
         parameters, offload = self.storage.parameters.values(), self.storage.spec.offload
         if self.refused:
             return self.refused
-        if any(isinstance(p.placeholder, DTensor) for p in parameters):
-            return "its parameters are tensor parallel"
         if any(p.spec.extended for p in parameters):
             return "parameters of it have tensor extensions"
         if any(p.used_like is not None for p in parameters):
@@ -146,7 +144,10 @@ class UnshardedUnits:
         """Put whole values into the modules of a unit; ``whole``: parameter → its value."""
         for p in self.members[unit]:
             # ``data``: parameters of one buffer do not share the counter of writes to them.
-            parameter = nn.Parameter(whole[p.spec.name].data, requires_grad=p.shard.requires_grad)
+            value = whole[p.spec.name].data
+            if p.as_used is not None:
+                value = p.as_used(value)
+            parameter = nn.Parameter(value, requires_grad=p.shard.requires_grad)
             parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
             vars(parameter)["_graph_fsdp_whole"] = p.spec.name  # for refusals.py
             self.storage.set_whole(p, parameter)
@@ -260,7 +261,7 @@ class UnshardedUnits:
         return run
 
     def _value(self, p: ShardedParameter) -> Tensor:
-        value = self.storage.checked_whole(p).detach()
+        value = compat.local_part(self.storage.checked_whole(p)).detach()
         return (value if value.dtype is p.spec.param_dtype else value.to(p.spec.param_dtype)).contiguous()
 
 
@@ -276,7 +277,8 @@ class Handle(UnshardHandle):
 
 @contextlib.contextmanager
 def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-    """Make the parameters of a compiled model whole for a block: plain tensors in the dtype of the shards.
+    """Make the parameters of a compiled model whole for a block: plain tensors in the dtype of the shards, or DTensors
+    over the tensor-parallel ranks alone.
 
     All ranks enter it together. In it, ``state_dict()`` is that of the plain model, submodules can be called, and the
     model's forward gathers nothing (``model.generate()`` needs no rank to wait for another). It is FSDP1's

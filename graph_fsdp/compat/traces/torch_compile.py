@@ -82,7 +82,8 @@ def _give_values(graph: torch.fx.Graph) -> None:
 
 @contextlib.contextmanager
 def activation_memory_budget(budget: float) -> Iterator[None]:
-    """Let the partitioner save this part of the activations for backward; 1 is its own rule."""
+    """Let the partitioner save this part of the activations for backward; 1 is its own rule. The meshes of DTensors,
+    which are inputs of a graph since torch 2.13, count as nothing."""
     if budget == 1:  # what the user may have set is left alone
         yield
         return
@@ -91,8 +92,11 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
     def chosen(*args: Any, **kwargs: Any) -> list[torch.fx.Node]:
         return list(dict.fromkeys(node for found in choose(*args, **kwargs) for node in _tensors_of(found)))
 
+    options = {"activation_memory_budget": budget}
+    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
+        options["unsafe_treat_script_objects_as_zero_size"] = True
     with (
-        functorch_config.patch(activation_memory_budget=budget),
+        functorch_config.patch(options),
         unittest.mock.patch.object(partitioners, "choose_saved_values_set", chosen),
     ):
         yield
