@@ -160,6 +160,26 @@ def every_bucket_goes_through_the_users_object_and_no_number_changes() -> None:
 
 
 @FACTS
+def so_does_what_is_gathered_before_a_forward() -> None:
+    model, gather = compiled(), CountingGather()
+    expected = {name: p.full_tensor() for name, p in model.named_parameters()}
+    model.set_custom_all_gather(gather)
+    for unit in (*model.blocks, model):
+        unit.unshard()
+    assert len(gather.calls) == 3
+    equal(dict(model.named_parameters()), expected)
+    for unit in (*model.blocks, model):
+        unit.reshard()
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        model(torch.ones(4, 16))
+    assert len(gather.calls) == 6, "evaluations keep units whole"
+    with graph_fsdp.unsharded(model):
+        equal(dict(model.named_parameters()), expected)
+    assert len(gather.calls) == 6, "what can be written is gathered exactly"
+
+
+@FACTS
 def torchs_own_objects_are_taken() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torchs
 
