@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -114,6 +114,33 @@ def test_wrong_objects_and_places_that_have_none() -> None:
     whole = graph_fsdp.compile(MLP(), regions="whole")
     with pytest.raises(UnsupportedError, match="the compiler runs the collectives"):
         whole.set_custom_all_gather(CountingGather())
+
+
+class Misallocating(CountingReduction):
+    def __init__(self, memory: Callable[[int, torch.dtype], Tensor]) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.memory(*size, dtype)
+
+
+WRONG: dict[str, Callable[[int, torch.dtype], Tensor]] = {
+    r"shape \(2,\) in torch.float32": lambda numel, dtype: torch.empty(2, dtype=dtype),
+    r"shape \(8, \d+\) in torch.float32": lambda numel, dtype: torch.empty(8, numel, dtype=dtype),
+    r"in torch.float16 on cpu": lambda numel, dtype: torch.empty(numel, dtype=torch.float16),
+    r"strides \(2,\)": lambda numel, dtype: torch.empty(2 * numel, dtype=dtype)[::2],
+}
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("said", WRONG)
+def test_memory_that_was_not_asked_for_is_an_error_that_says_what_was(said: str) -> None:
+    for method in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        model = compiled()
+        getattr(model, method)(Misallocating(WRONG[said]))
+        with pytest.raises(ValueError, match=rf"allocate\(\) of .* Misallocating returned a tensor of .*{said}"):
+            model(torch.randn(4, 16)).sum().backward()
 
 
 def test_where_nothing_is_sharded_it_is_warned_of() -> None:
