@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -116,6 +116,33 @@ def test_wrong_objects_and_places_that_have_none() -> None:
         whole.set_custom_all_gather(CountingGather())
 
 
+class Misallocating(CountingReduction):
+    def __init__(self, memory: Callable[[int, torch.dtype], Tensor]) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.memory(*size, dtype)
+
+
+WRONG: dict[str, Callable[[int, torch.dtype], Tensor]] = {
+    r"shape \(2,\) in torch.float32": lambda numel, dtype: torch.empty(2, dtype=dtype),
+    r"shape \(8, \d+\) in torch.float32": lambda numel, dtype: torch.empty(8, numel, dtype=dtype),
+    r"in torch.float16 on cpu": lambda numel, dtype: torch.empty(numel, dtype=torch.float16),
+    r"strides \(2,\)": lambda numel, dtype: torch.empty(2 * numel, dtype=dtype)[::2],
+}
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("said", WRONG)
+def test_memory_that_was_not_asked_for_is_an_error_that_says_what_was(said: str) -> None:
+    for method in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        model = compiled()
+        getattr(model, method)(Misallocating(WRONG[said]))
+        with pytest.raises(ValueError, match=rf"allocate\(\) of .* Misallocating returned a tensor of .*{said}"):
+            model(torch.randn(4, 16)).sum().backward()
+
+
 def test_where_nothing_is_sharded_it_is_warned_of() -> None:
     model = compiled()
     for method, value in (
@@ -157,6 +184,26 @@ def every_bucket_goes_through_the_users_object_and_no_number_changes() -> None:
     assert len(gather.calls) == len(gather.allocated) == counted["all_gather"] == 12
     assert 2 * len(reduction.calls) == len(reduction.allocated) and len(reduction.calls) == counted["reduce"] == 6
     assert [numel for numel, _ in gather.allocated] == gather.calls
+
+
+@FACTS
+def so_does_what_is_gathered_before_a_forward() -> None:
+    model, gather = compiled(), CountingGather()
+    expected = {name: p.full_tensor() for name, p in model.named_parameters()}
+    model.set_custom_all_gather(gather)
+    for unit in (*model.blocks, model):
+        unit.unshard()
+    assert len(gather.calls) == 3
+    equal(dict(model.named_parameters()), expected)
+    for unit in (*model.blocks, model):
+        unit.reshard()
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        model(torch.ones(4, 16))
+    assert len(gather.calls) == 6, "evaluations keep units whole"
+    with graph_fsdp.unsharded(model):
+        equal(dict(model.named_parameters()), expected)
+    assert len(gather.calls) == 6, "what can be written is gathered exactly"
 
 
 @FACTS

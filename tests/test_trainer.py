@@ -61,10 +61,16 @@ def test_a_checkpoint_of_accelerates_fsdp2_is_resumed(folder: Path, ranks: dict[
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_two_steps_are_those_of_accelerates_fsdp2(tmp_path: Path) -> None:
-    runs = {"ours": ["--steps", "2"], "own": ["--steps", "2", "--own"]}
+def test_two_steps_are_those_of_accelerates_fsdp2_after_an_evaluation_too(tmp_path: Path) -> None:
+    runs = {"ours": ["--steps", "2"], "own": ["--steps", "2", "--own"], "evaluated": ["--steps", "2", "--evaluate"]}
     found = run_ranks(trained, 2, str(tmp_path), runs, backend=None)[0]
     ours, own = found["ours"], found["own"]
     assert ours["compiled"] and not own["compiled"] and len(ours["losses"]) == 2
     assert ours["losses"] == pytest.approx(own["losses"], rel=1e-6)
     assert ours["norms"] == pytest.approx(own["norms"], rel=1e-6)
+    evaluated = found["evaluated"]
+    rows = torch.stack([row["input_ids"] for row in trainer_script.make_dataset()])
+    with torch.no_grad():
+        loss = make_model()(rows, labels=rows).loss
+    assert evaluated["evaluation"] == pytest.approx(loss.item(), rel=1e-5) and evaluated["compiled"]
+    assert evaluated["losses"] == pytest.approx(own["losses"], rel=1e-6), "the optimizer steps the shards"

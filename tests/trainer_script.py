@@ -23,12 +23,18 @@ class OwnTrainer(transformers.Trainer):
         self.is_fsdp_enabled = True
 
 
+def make_dataset() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(VOCABULARY, (64, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--own", action="store_true")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--evaluate", action="store_true", help="before the first step, with an optimizer made already")
     args = parser.parse_args()
     settings = transformers.TrainingArguments(
         output_dir=str(args.out / "run"),
@@ -45,10 +51,13 @@ def main() -> None:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    tokens = torch.randint(VOCABULARY, (64, LENGTH), generator=torch.Generator().manual_seed(1))
-    dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    dataset = make_dataset()
     options = {} if args.own else {"compile_options": {"backend": "eager"}}
     trainer = (OwnTrainer if args.own else Trainer)(make_model(), settings, train_dataset=dataset, **options)
+    evaluation = None
+    if args.evaluate:
+        trainer.create_optimizer()
+        evaluation = trainer.evaluate(dataset)["eval_loss"]
     trainer.train(resume_from_checkpoint=str(args.resume) if args.resume else None)
     trainer.save_model(str(args.out / "saved"))
     if trainer.is_world_process_zero():
@@ -56,6 +65,7 @@ def main() -> None:
         facts = {
             "losses": [entry["loss"] for entry in history],
             "norms": [entry["grad_norm"] for entry in history],
+            "evaluation": evaluation,
             "compiled": any("GraphFSDP" in base.__name__ for base in type(trainer.model).__mro__),
         }
         (args.out / "facts.json").write_text(json.dumps(facts))

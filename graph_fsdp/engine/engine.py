@@ -124,7 +124,8 @@ class Engine:
         self.kept = KeptGradients(wanted=wanted_among(storage))
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
-        self.unsharded = UnshardedUnits(storage, self.counter, self.schedules)
+        self.comms = Comms()
+        self.unsharded = UnshardedUnits(storage, self.counter, self.schedules, self.comms)
         self.kept_buckets = KeptBuckets(self.counter, self.schedules, self.whole)
         self._compiled: dict[CaptureKey, Callable[..., Any]] = {}
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
@@ -136,7 +137,6 @@ class Engine:
         self.updates = storage.updates = Updates(weakref.proxy(self))
         storage.refusal = self.python_reads.refusal
         self.kept_programs = KeptPrograms(weakref.proxy(self), place.programs, fullgraph)
-        self.comms = Comms()
         self.watchers: list[Watcher] = []
         self.registered: dict[str, SlotMemory] = {}  # by ``Settings.registered_memory``
         self.extensions: dict[str, ExtendedGather] = {}

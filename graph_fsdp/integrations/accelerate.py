@@ -79,11 +79,15 @@ class Accelerator(accelerate.Accelerator):
         optimizers = _plain_optimizers(args)
         if not optimizers:
             raise ValueError("prepare: the model must come together with its optimizer, which is given the shards")
+        self._compile(models[0], optimizers)
+        return self._prepare_compiled(args, device_placement)
+
+    def _compile(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Compile a model in place, and give the optimizers that were made for it its shards."""
         if any(optimizer.state for optimizer in optimizers):
             raise ValueError(
                 "prepare: an optimizer has state of whole parameters; call load_state after prepare instead"
             )
-        [model] = models
         names = {parameter: name for name, parameter in model.named_parameters()}
         dimensions = None if self.parallelism_config is None else tuple(self.parallelism_config.fsdp_dim_names)
         mesh = None if dimensions is None else self.torch_device_mesh[dimensions]
@@ -98,7 +102,18 @@ class Accelerator(accelerate.Accelerator):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [shards[names[p]] if p in names else p for p in group["params"]]
-        return self._prepare_compiled(args, device_placement)
+
+    def prepare_for_evaluation(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+        """Compile a model in place that is evaluated before it is trained, or never trained; and return it.
+        ``optimizer``: one that was made for it already, which gets the shards. ``prepare`` takes both afterwards.
+
+        Raises:
+            All that ``prepare`` raises of one model.
+        """
+        if not isinstance(model, FSDPModule):
+            self._compile(model, _plain_optimizers([optimizer]))
+        prepared: nn.Module = self.prepare_model(model, evaluation_mode=True)
+        return prepared
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return what Accelerate's does: whole tensors on the CPU, on the first rank alone. With FULL_STATE_DICT,

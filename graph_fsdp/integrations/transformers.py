@@ -14,8 +14,9 @@ from typing import Any
 
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
 
-from graph_fsdp.integrations.accelerate import adopt
+from graph_fsdp.integrations.accelerate import Accelerator, adopt
 
 
 class Trainer(transformers.Trainer):
@@ -41,3 +42,12 @@ class Trainer(transformers.Trainer):
             return
         adopt(self.accelerator, FullyShardedDataParallelPlugin(**settings), self._compile_options)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile the model where nothing was trained before; transformers' asks Accelerate for it without the
+        optimizer, which Accelerate refuses with FSDP2."""
+        accelerator = self.accelerator
+        if self.is_fsdp_enabled and isinstance(accelerator, Accelerator) and not accelerator._models:
+            assert isinstance(self.model, nn.Module)
+            accelerator.prepare_for_evaluation(self.model, self.optimizer)
+        return super().evaluation_loop(*args, **kwargs)

@@ -248,9 +248,9 @@ class CommunicationMethods:
         change(engine, hooked=now - {unit} if hook is None else now | {unit})
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather buckets with ``comm``, an ``AllGather`` of FSDP2: ``allocate`` and ``__call__``. None: with the
-        process group's own again. Raises TypeError on an object that is none, UnsupportedError with
-        ``regions="whole"``."""
+        """Gather buckets with ``comm``, an ``AllGather`` of FSDP2 (``allocate``, ``__call__``), also for ``unshard()``;
+        None: with the process group's own again, by which ``graph_fsdp.unsharded`` always goes. Raises TypeError on an
+        object that is none, UnsupportedError with ``regions="whole"``."""
         _set_custom(self, "all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:

@@ -35,17 +35,18 @@ from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.runtime import GatheredBytes
-from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
+from graph_fsdp.runtime.comm.collectives import Comm, Comms, Pending, start_all_gather
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
 
 class UnshardedUnits:
-    """Holds which units of a model are whole, and their parameters. ``schedules`` keeps the ranks in step."""
+    """Holds which units of a model are whole, and their parameters. ``schedules`` keeps the ranks in step; ``comms``
+    has the user's own gather, by which parameters come as the forward computes with them."""
 
-    def __init__(self, storage: Shards, counter: GatheredBytes, schedules: Schedules) -> None:
-        self.storage, self.counter, self._schedules = storage, counter, schedules
+    def __init__(self, storage: Shards, counter: GatheredBytes, schedules: Schedules, comms: Comms) -> None:
+        self.storage, self.counter, self._schedules, self._comms = storage, counter, schedules, comms
         self.members: dict[str, list[ShardedParameter]] = {}
         for p in storage.parameters.values():
             self.members.setdefault(p.spec.unit, []).append(p)
@@ -103,21 +104,26 @@ class UnshardedUnits:
         found = {b: [p for p in self.members[unit] if p.spec.name in b.offsets] for b in gathered}
         members = {b: ps for b, ps in found.items() if ps}
         dtypes = {b: b.parameters[0].dtype if full_precision else b.parameters[0].param_dtype for b in members}
+        comm = None if full_precision else self._comms.all_gather
         if members:
-            gathers = [f"gather {b.name} of {b.shard_numel} elements in {dtypes[b]}" for b in members]
+            by = "" if comm is None else " by set_custom_all_gather"
+            gathers = [f"gather {b.name} of {b.shard_numel} elements in {dtypes[b]}{by}" for b in members]
             self._schedules.begin("unshard()", f"of unit {unit or 'root'!r}", gathers)
         with torch.inference_mode(False), torch.no_grad():
-            buckets = [(self._start_bucket(b, ps, dtypes[b]), b, ps) for b, ps in members.items()]
+            buckets = [(self._start_bucket(b, ps, dtypes[b], comm), b, ps) for b, ps in members.items()]
         self._gathering[unit] = buckets, full_precision
         self.note_versions(unit)
 
-    def _start_bucket(self, bucket: BucketSpec, members: list[ShardedParameter], dtype: torch.dtype) -> Pending:
+    def _start_bucket(
+        self, bucket: BucketSpec, members: list[ShardedParameter], dtype: torch.dtype, comm: Comm | None
+    ) -> Pending:
         offsets = [bucket.offsets[p.spec.name] for p in members]
         numels = [p.spec.shard_numel for p in members]
-        layout = GatherLayout.make(offsets, numels, bucket.shard_numel, bucket.world_size, bucket.message_arguments())
+        messages = bucket.message_arguments() if comm is None else []
+        layout = GatherLayout.make(offsets, numels, bucket.shard_numel, bucket.world_size, messages)
         group = compat.resolve_group(bucket.mesh.group)
         self.counter.count("all_gather")
-        return start_all_gather([p.input for p in members], layout, dtype, group)
+        return start_all_gather([p.input for p in members], layout, dtype, group, comm=comm)
 
     def finish(self, unit: str) -> None:
         """Wait for the gathers of a unit, and put the whole parameters into its modules."""

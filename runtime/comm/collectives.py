@@ -52,6 +52,20 @@ class Comm(Protocol):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **given: Any) -> Any: ...
 
 
+def allocated(comm: Comm, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what the user's object allocates. Raises ValueError if it is not what was asked for: views of it are made
+    without another look at its size, and compiled kernels read the type that they were compiled for."""
+    memory = comm.allocate((numel,), dtype=dtype, device=device)
+    found = tuple(memory.shape), memory.dtype, memory.device
+    if found != ((numel,), dtype, device) or not memory.is_contiguous():
+        raise ValueError(
+            f"allocate() of the custom collective {type(comm).__name__} returned a tensor of shape {found[0]} in "
+            f"{found[1]} on {found[2]} (strides {memory.stride()}), and was asked for a contiguous one of shape "
+            f"({numel},) in {dtype} on {device}; pass size, dtype and device on to torch.empty"
+        )
+    return memory
+
+
 @dataclass
 class Comms:
     """Holds a model's custom collectives; None stands for the process group's own."""
@@ -96,7 +110,7 @@ class AllGather:
         result = take(self.numel, self.dtype, device)
         landing: Tensor | None = None
         if comm is not None:
-            landing = comm.allocate((self.numel,), dtype=self.dtype, device=device)
+            landing = allocated(comm, self.numel, self.dtype, device)
         elif numel := self.layout.landing_numel:
             landing = take_landing(numel, self.dtype, device)
         unpacked: list[tuple[Tensor, int, Message]] = []
@@ -260,7 +274,7 @@ class ReduceScatter:
     def _empty(self, numel: int, like: Tensor, comm: Comm | None) -> Tensor:
         if comm is None:
             return self.allocate(numel, self.dtype, like.device)
-        return comm.allocate((numel,), dtype=self.dtype, device=like.device)
+        return allocated(comm, numel, self.dtype, like.device)
 
     def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Show dispatch modes one collective, which is not run. Several messages have its shape together."""
