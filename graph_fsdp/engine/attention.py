@@ -7,6 +7,7 @@ import warnings
 import torch
 
 from graph_fsdp.passes import Graph
+from graph_fsdp.passes.ir.operands import arguments
 
 _CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _MENDED = 92600  # the version of cuDNN, as torch.backends.cudnn.version() says it
@@ -25,9 +26,10 @@ def warn_of_attention(joint: Graph) -> None:
     if version is None or version >= _MENDED:
         return
     for node in joint.fx_graph.find_nodes(op="call_function", target=_CUDNN):
-        key = node.args[1].meta["val"]
+        given = arguments(node)
+        key = given.key.meta["val"]
         keys = key.shape[-2]
-        if node.args[3] is None or (isinstance(keys, int) and keys % 128 != 64):
+        if given.attn_bias is None or (isinstance(keys, int) and keys % 128 != 64):
             continue
         if torch.cuda.get_device_capability(key.device)[0] == _HOPPER:
             warnings.warn(

@@ -248,18 +248,7 @@ def plan(
     for name, value in {"clip_gradients": clip_gradients, "expandable_segments": expandable_segments}.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
-    passes = compile_options.pop("passes", None)
-    if passes is None:
-        passes = default_pipeline(hardware=described)
-    elif not isinstance(passes, PassPipeline):
-        raise TypeError(f"passes must be a PassPipeline, got {type(passes).__name__}")
-    elif passes.hardware is None:
-        passes = PassPipeline(passes.passes, hardware=described, measured=passes.measured)
-    elif find_hardware(passes.hardware) != described:
-        raise ValueError(
-            f"passes: the pipeline is for {find_hardware(passes.hardware).name}, and hardware is {described.name}; "
-            "give both the same"
-        )
+    passes = _pipeline_for(described, compile_options.pop("passes", None))
     dimensions = find_dimensions(mesh_shape, parallelize, own_meshes=compile_options.get("meshes"))
     if dimensions.pp > 1 and not finalization:
         raise ValueError(
@@ -279,3 +268,18 @@ def plan(
     )
     given = clip_gradients, expandable_segments
     return Plan(traced, described, dimensions, optimizer, example_inputs, conditions, *given)
+
+
+def _pipeline_for(described: Hardware, passes: Any) -> PassPipeline:
+    """Return the user's passes, or the default ones, with the cost model of this hardware."""
+    if passes is None:
+        return default_pipeline(hardware=described)
+    if not isinstance(passes, PassPipeline):
+        raise TypeError(f"passes must be a PassPipeline, got {type(passes).__name__}")
+    if passes.hardware is None:
+        return PassPipeline(passes.passes, hardware=described, measured=passes.measured)
+    if (own := find_hardware(passes.hardware)) != described:
+        raise ValueError(
+            f"passes: the pipeline is for {own.name}, and hardware is {described.name}; give both the same"
+        )
+    return passes

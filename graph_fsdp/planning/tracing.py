@@ -151,8 +151,7 @@ def trace(
             model(*inputs[0], **inputs[1])
         except PassesHaveRun as end:
             graphs = {graph.phase: graph for graph in end.graphs}
-            if not any(node.op == "call_function" for graph in end.graphs for node in graph.nodes):
-                raise UnsupportedError(_COMPUTES_NOTHING) from None
+            _check_computes(end.graphs)
             report = inspect(model)
             for phase, graph in graphs.items():
                 report.graphs[-1].views[phase].predict_memory = functools.partial(memory_profile, graph, end.context)
@@ -160,6 +159,11 @@ def trace(
             regions = None if engine.whole else engine.regions
             return Traced(graphs, end.context, report, last, bool(engine.unsharded.units), regions)
     raise UnsupportedError(_COMPUTES_NOTHING)
+
+
+def _check_computes(graphs: Sequence[Graph]) -> None:
+    if not any(node.op == "call_function" for graph in graphs for node in graph.nodes):
+        raise UnsupportedError(_COMPUTES_NOTHING) from None
 
 
 def _inputs_on(target: torch.device, given: tuple[Any, ...] | Mapping[str, Any]) -> Any:

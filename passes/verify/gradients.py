@@ -128,10 +128,11 @@ class GradientChecks:
             piece, (name, *_) = node, node.meta["fsdp"].params
             while piece.target is torch.ops.aten.view.default:
                 piece = operand(piece)
-            is_piece = name in begins and piece.target is torch.ops.aten.slice.Tensor
-            if is_piece and piece.args[1:] != (0, *begins[name]):
-                wrong = f"the gradient of {name} lies at {begins[name]} of its bucket and is read at {piece.args[2:]}"
-                self._fail(invariant, node, wrong, (name,))
+            if name in begins and piece.target is torch.ops.aten.slice.Tensor:
+                cut = arguments(piece)
+                if (cut.dim, cut.start, cut.end, cut.step) != (0, *begins[name], 1):
+                    wrong = f"the gradient of {name} lies at {begins[name]} of its bucket, read at {cut.start, cut.end}"
+                    self._fail(invariant, node, wrong, (name,))
 
     def _reduced(self) -> Iterator[tuple[str, tuple[fx.Node, fx.Node]]]:
         """Find what is reduced, or kept, of each parameter: the parameter, the node that does so, and the gradient."""
