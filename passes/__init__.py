@@ -16,6 +16,7 @@ from graph_fsdp.passes.pipeline import PassPipeline, Profiled
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
 from graph_fsdp.passes.transforms.arrange import BucketSize, Messages
 from graph_fsdp.passes.transforms.bucket import Bucket
+from graph_fsdp.passes.transforms.causal_attention import CausalAttention
 from graph_fsdp.passes.transforms.delay import DelayWeightGradients
 from graph_fsdp.passes.transforms.insert_gathers import Annotate, InsertGathers
 from graph_fsdp.passes.transforms.just_in_time import JustInTime
@@ -34,6 +35,7 @@ __all__ = [
     "Bucket",
     "BucketNodes",
     "BudgetError",
+    "CausalAttention",
     "CheckpointActivations",
     "CostModel",
     "DelayWeightGradients",
@@ -109,6 +111,7 @@ def default_pipeline(
         ValueError, TypeError: an argument has a value that cannot be.
     """
     passes = [
+        CausalAttention(),
         InsertGathers(),
         Annotate(),
         TagRecompute(),

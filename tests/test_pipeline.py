@@ -61,7 +61,7 @@ def test_an_edit_returns_a_new_pipeline() -> None:
     ids=["replace", "remove", "insert_before", "insert_after"],
 )
 def test_editing_at_a_pass_that_the_pipeline_does_not_have(edit: Callable[[PassPipeline], PassPipeline]) -> None:
-    refuse(lambda: edit(default_pipeline()), "has no pass 'schedule'", "insert_gathers", "prefetch, free")
+    refuse(lambda: edit(default_pipeline()), "has no pass 'schedule'", "attention, insert_gathers", "prefetch, free")
 
 
 def test_a_pass_whose_requirement_nobody_provides() -> None:

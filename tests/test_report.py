@@ -185,7 +185,7 @@ def test_each_stage_is_a_python_module_headed_by_its_pass(report: GraphReport) -
 
 
 def test_stages_are_what_each_pass_left_behind(report: GraphReport) -> None:
-    assert list(report.capture.stages) == ["insert_gathers"]
+    assert list(report.capture.stages) == ["causal_attention", "insert_gathers"]
     assert list(report.joint.stages) == ["annotate", "recompute"]
     names = ["partition", "just_in_time", "bucket", "reshard", "prefetch", "free", "slots"]
     assert list(report.forward.stages) == names

@@ -163,7 +163,7 @@ def test_the_command_makes_a_page(report: GraphReport, file: Path, tmp_path: Pat
         (["none.json"], "No such file"),
         (["{file}", "--html", "page.json"], "--html: 'page.json' must end in .html"),
         (["{file}", "--html", "no/page.html"], "path: cannot be written"),
-        (["{file}", "--diff", "fuse"], "no graph has a stage 'fuse'; there are insert_gathers, "),
+        (["{file}", "--diff", "fuse"], "no graph has a stage 'fuse'; there are causal_attention, "),
     ],
 )
 def test_what_the_command_cannot_do(
@@ -244,7 +244,11 @@ def test_a_graph_that_a_pass_leaves_in_no_order_is_saved(fake_group: None, files
 
 def test_a_pass_on_dynamos_graph_that_fails(fake_group: None, files_here: Path) -> None:
     _, path = failed(RaisesInCapture(), after="insert_gathers")
-    assert list(graph_fsdp.load_report(path).stages("capture")) == ["insert_gathers", "raises (failed)"]
+    assert list(graph_fsdp.load_report(path).stages("capture")) == [
+        "causal_attention",
+        "insert_gathers",
+        "raises (failed)",
+    ]
 
 
 def test_the_command_opens_what_an_error_saved(

@@ -68,7 +68,11 @@ def test_torch_logs_and_torch_trace(tmp_path: Path) -> None:
             if record["artifact"]["name"].startswith("graph_fsdp_"):
                 names.append(record["artifact"]["name"])
                 assert record["frame_id"] == 0  # of the compilation that it belongs to
-    assert names[:2] == ["graph_fsdp_capture_insert_gathers", "graph_fsdp_joint_annotate"]
+    assert names[:3] == [
+        "graph_fsdp_capture_causal_attention",
+        "graph_fsdp_capture_insert_gathers",
+        "graph_fsdp_joint_annotate",
+    ]
     assert "graph_fsdp_backward_bucket" in names and "graph_fsdp_forward_free" in names
     assert "".join(f"\t{line}\n" for line in code.splitlines()) in text
 

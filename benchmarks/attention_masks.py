@@ -1,0 +1,115 @@
+"""What masks cost a Llama of transformers that leaves out the cache: processor time of one rank of eight.
+
+    OMP_NUM_THREADS=1 python benchmarks/attention_masks.py --save benchmarks/results/attention_masks.json
+
+The process group is torch's fake one, whose collectives return at once; a step is forward, backward, and gradients set
+to None, in bfloat16. All implementations are alive in one process and take turns:
+
+- ours: the default passes, which leave out the mask (``causal_attention``);
+- with masks: without that pass, as a model is traced;
+- FSDP2, blocks compiled: the model is not traced, and makes no mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import RESULTS, machine
+from implementations import IMPLEMENTATIONS, Setup
+from tables import Table, quartile_cell
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graph_fsdp
+from graph_fsdp.compat import fake_process_group
+from graph_fsdp.passes import default_pipeline
+
+WORLD_SIZE, LAYERS, WIDTH, HEADS, KEY_HEADS, VOCABULARY = 8, 4, 512, 8, 2, 512
+LENGTHS = (512, 2048)
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def llama(length: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=7 * WIDTH // 2,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        max_position_embeddings=length,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def models(length: int, mesh: DeviceMesh) -> dict[str, nn.Module]:
+    ours = partial(graph_fsdp.compile, mesh=mesh, mp_policy=POLICY)
+    setup = Setup(lambda model: model.model.layers, mesh, POLICY)
+    return {
+        "ours": ours(llama(length)),
+        "with masks": ours(llama(length), passes=default_pipeline().remove("causal_attention")),
+        "FSDP2, blocks compiled": IMPLEMENTATIONS["fsdp2_compiled"].build(llama(length), setup),
+    }
+
+
+def processor_seconds(model: nn.Module, tokens: torch.Tensor) -> float:
+    begin = time.process_time()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    model.zero_grad(set_to_none=True)
+    return time.process_time() - begin
+
+
+def measure(length: int, rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Implementation → first quartile, median and third quartile of processor seconds."""
+    with fake_process_group(WORLD_SIZE):
+        subjects = models(length, init_device_mesh("cpu", (WORLD_SIZE,)))
+        tokens = torch.randint(0, VOCABULARY, (1, length))
+        found: dict[str, list[float]] = {name: [] for name in subjects}
+        for index in range(warm_up + rounds):
+            for name, model in subjects.items():
+                seconds = processor_seconds(model, tokens)
+                if index >= warm_up:
+                    found[name].append(seconds)
+    torch._dynamo.reset()
+    return {name: statistics.quantiles(seconds, n=4, method="inclusive") for name, seconds in found.items()}
+
+
+def table(result: dict[str, Any]) -> Table:
+    rows = []
+    for length, found in result["seconds"].items():
+        reference = found["FSDP2, blocks compiled"][1]
+        rows += [[length, name, quartile_cell(q, 1e3, 0), f"{q[1] / reference:.2f}"] for name, q in found.items()]
+    return Table(["tokens", "implementation", "step, ms", "÷ FSDP2's"], rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--save", type=Path, default=None, help=f"where to write JSON, such as {RESULTS.name}/…")
+    options = parser.parse_args(arguments)
+    result: dict[str, Any] = {"machine": machine("cpu", WORLD_SIZE) | {"process_group": "fake"}, "seconds": {}}
+    for length in options.lengths:
+        result["seconds"][str(length)] = measure(length, options.rounds, options.warm_up)
+    print(table(result).text())
+    if options.save is not None:
+        options.save.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()

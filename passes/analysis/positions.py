@@ -1,0 +1,421 @@
+"""Find what a graph of Dynamo's computes of indices alone: position numbers, and masks that compare them.
+
+A value is followed as long as it is affine: an integer tensor's element at ``[…, i, j]`` is ``constant + … + a·i +
+b·j``, and a boolean one is True where each of several such numbers is at least 0. So nothing is computed, sizes may be
+symbolic, and what is found holds for every element. Other values are unknown, and those that something writes into.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``constant`` plus the sum of ``steps[d]`` times the index of dimension ``-1 - d``: the last dimension comes
+    first, as broadcasting counts. The last step is not 0."""
+
+    constant: int
+    steps: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, constant: int, steps: Iterable[int] = ()) -> Affine:
+        given = list(steps)
+        while given and not given[-1]:
+            given.pop()
+        return cls(constant, tuple(given))
+
+    def step(self, dim: int) -> int:
+        return self.steps[dim] if dim < len(self.steps) else 0
+
+    def __add__(self, other: Affine) -> Affine:
+        pairs = zip_longest(self.steps, other.steps, fillvalue=0)
+        return Affine.of(self.constant + other.constant, [a + b for a, b in pairs])
+
+    def __mul__(self, factor: int) -> Affine:
+        return Affine.of(factor * self.constant, [factor * step for step in self.steps])
+
+    def __sub__(self, other: Affine) -> Affine:
+        return self + other * -1
+
+    def moved(self, dims: Iterable[int | None]) -> Affine:
+        """Return it for a tensor whose dimensions, the last first, were these, or None for a new one."""
+        return Affine.of(self.constant, [0 if dim is None else self.step(dim) for dim in dims])
+
+    def is_never_negative(self, shape: Iterable[Any]) -> bool:
+        """Say whether no element of a tensor of this shape is below 0, however long its symbolic dimensions are."""
+        lowest = self.constant
+        for step, size in zip(self.steps, reversed(tuple(shape)), strict=False):
+            if step < 0 and not isinstance(size, int):
+                return False
+            lowest += min(0, step * (size - 1)) if step < 0 else 0
+        return lowest >= 0
+
+
+Truth: TypeAlias = frozenset[Affine]  # True where all of them are at least 0
+Value: TypeAlias = "Affine | Truth | None"  # None: unknown
+
+_FALSE: Truth = frozenset({Affine(-1)})
+
+
+def _truth(conditions: Iterable[Affine]) -> Truth:
+    left = frozenset(a for a in conditions if a.steps or a.constant < 0)
+    return _FALSE if any(not a.steps for a in left) else left
+
+
+def is_causal(mask: Truth, shape: tuple[Any, ...]) -> bool:
+    """Say whether a mask of this shape is True where, and only where, the last index is at most the one before it."""
+    left = [a for a in mask if not a.is_never_negative(shape)]
+    if len(left) != 1 or len(left[0].steps) != 2:
+        return False
+    (condition,) = left
+    key, query = condition.steps
+    return query > 0 and key == -query and 0 <= condition.constant < query
+
+
+def is_always_true(mask: Truth, shape: tuple[Any, ...]) -> bool:
+    return all(a.is_never_negative(shape) for a in mask)
+
+
+def positions(graph: fx.Graph, inputs: Mapping[fx.Node, Value] | None = None) -> dict[fx.Node, Value]:
+    """Return the values that are known of a graph's nodes. ``inputs``: those of its placeholders."""
+    known: dict[fx.Node, Value] = dict(inputs or {})
+    for node in graph.nodes:
+        handler = _handler(node)
+        sample = node.meta.get("example_value")
+        if handler is None or not isinstance(sample, Tensor) or is_written(sample):
+            continue
+        try:
+            value = handler(_Call(node, known))
+        except _Unknown:
+            continue
+        value = _of_type(value, sample.dtype)
+        if value is not None:
+            known[node] = _within(value, sample.shape)
+    return known
+
+
+def is_written(sample: Tensor) -> bool:
+    """Say whether a value is written into while its graph runs, or may be, by its fake one."""
+    return sample.is_inference() or sample._version > 0
+
+
+def _handler(node: fx.Node) -> Callable[[_Call], Value] | None:
+    if node.op == "call_method":
+        return _HANDLERS.get(str(node.target).strip("_"))
+    if node.op != "call_function":
+        return None
+    name = getattr(node.target, "__name__", "")
+    is_known = getattr(torch, name, None) is node.target or getattr(operator, name, None) is node.target
+    return _HANDLERS.get(name.strip("_")) if is_known else None
+
+
+def _of_type(value: Value, dtype: torch.dtype) -> Value:
+    """Return the value as one of this dtype; None where it is none of an integer or a boolean tensor."""
+    if dtype in _INTEGERS:
+        if isinstance(value, frozenset):
+            constant = _constant(value)
+            return None if constant is None else Affine(constant)
+        return value
+    if dtype == torch.bool:
+        if isinstance(value, Affine):
+            return None if value.steps else frozenset() if value.constant else _FALSE
+        return value
+    return None
+
+
+def _constant(value: Value) -> int | None:
+    """Return what all elements are, True as 1; None where they differ, or may."""
+    if isinstance(value, Affine):
+        return None if value.steps else value.constant
+    return {frozenset(): 1, _FALSE: 0}.get(value) if value is not None else None
+
+
+def _within(value: Affine | Truth, shape: torch.Size) -> Value:
+    """Drop the steps of dimensions of one element, whose index is 0; these are repeated where tensors meet."""
+    dims = [None if isinstance(size, int) and size == 1 else dim for dim, size in enumerate(reversed(shape))]
+    return value.moved(dims) if isinstance(value, Affine) else _truth(a.moved(dims) for a in value)
+
+
+class _Unknown(Exception):
+    """Says that a value is not followed."""
+
+
+class _Call:
+    """Reads the arguments of a call."""
+
+    def __init__(self, node: fx.Node, known: Mapping[fx.Node, Value]) -> None:
+        self.node, self.known = node, known
+
+    def value(self, argument: Any) -> Affine | Truth:
+        if isinstance(argument, fx.Node):
+            found = self.known.get(argument)
+        elif isinstance(argument, bool):
+            found = frozenset() if argument else _FALSE
+        else:
+            found = Affine(argument) if isinstance(argument, int) else None
+        if found is None:
+            raise _Unknown
+        return found
+
+    def affine(self, argument: Any) -> Affine:
+        found = self.value(argument)
+        if not isinstance(found, Affine):
+            raise _Unknown
+        return found
+
+    def truth(self, argument: Any) -> Truth:
+        found = self.value(argument)
+        if not isinstance(found, frozenset):
+            raise _Unknown
+        return found
+
+    def integer(self, name: str, place: int, default: int | None = None) -> int:
+        found = self.argument(name, place, default)
+        if not isinstance(found, int) or isinstance(found, bool):
+            raise _Unknown
+        return found
+
+    def argument(self, name: str, place: int, default: Any = None) -> Any:
+        args = self.node.args
+        return args[place] if place < len(args) else self.node.kwargs.get(name, default)
+
+    @property
+    def two(self) -> tuple[Affine, Affine]:
+        """Return both arguments of a call that has no others."""
+        if len(self.node.args) != 2 or self.node.kwargs:
+            raise _Unknown
+        return self.affine(self.node.args[0]), self.affine(self.node.args[1])
+
+    def dims(self, argument: Any) -> int:
+        """Return the number of dimensions of a tensor."""
+        sample = argument.meta.get("example_value") if isinstance(argument, fx.Node) else None
+        if not isinstance(sample, Tensor):
+            raise _Unknown
+        return sample.dim()
+
+    def from_last(self, argument: Any, dim: int) -> int:
+        """Return which dimension of a tensor it is, counted from the last one."""
+        return -1 - dim if dim < 0 else self.dims(argument) - 1 - dim
+
+
+def _arange(call: _Call) -> Value:
+    args = call.node.args
+    start = call.argument("start", 0, 0) if len(args) != 1 else 0
+    step = call.argument("step", 2, 1)
+    if not isinstance(start, int) or not isinstance(step, int):
+        raise _Unknown
+    return Affine.of(start, [step])
+
+
+def _filled(constant: int) -> Callable[[_Call], Value]:
+    return lambda call: Affine(constant)
+
+
+def _full(call: _Call) -> Value:
+    return call.value(call.argument("fill_value", 2 if call.node.op == "call_method" else 1))
+
+
+def _same(call: _Call) -> Value:
+    return call.value(call.node.args[0])
+
+
+def _unsqueeze(call: _Call) -> Value:
+    source = call.node.args[0]
+    dims = call.dims(source)
+    new = call.integer("dim", 1)
+    place = -1 - new if new < 0 else dims - new  # in the result, from the last
+    order: list[int | None] = list(range(dims))
+    order.insert(place, None)
+    return _moved(call.value(source), order)
+
+
+def _moved(value: Affine | Truth, order: list[int | None]) -> Value:
+    return value.moved(order) if isinstance(value, Affine) else _truth(a.moved(order) for a in value)
+
+
+def _getitem(call: _Call) -> Value:
+    source, index = call.node.args
+    entries = list(index) if isinstance(index, tuple) else [index]
+    dims = call.dims(source)
+    if all(isinstance(entry, fx.Node) for entry in entries):
+        return _picked(call, call.affine(source), entries, dims)
+    if any(isinstance(entry, (fx.Node, list)) for entry in entries):
+        raise _Unknown
+    taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if Ellipsis not in entries:
+        entries.append(Ellipsis)
+    place = entries.index(Ellipsis)
+    entries[place : place + 1] = [slice(None)] * (dims - taken)
+    return _sliced(call.value(source), entries, dims)
+
+
+def _picked(call: _Call, values: Affine, indices: list[Any], dims: int) -> Value:
+    """Return what tensors of indices, one per dimension, pick."""
+    if len(indices) != dims:
+        raise _Unknown
+    result = Affine(values.constant)
+    for dim, index in zip(reversed(range(dims)), indices, strict=True):
+        place = call.affine(index)
+        if place.constant < 0 or any(step < 0 for step in place.steps):  # which might count from the end
+            raise _Unknown
+        result = result + place * values.step(dim)
+    return result
+
+
+def _sliced(value: Affine | Truth, entries: list[Any], dims: int) -> Value:
+    """Return what numbers, slices and None, that leave out no dimension, make of a tensor."""
+    order: list[int | None] = []
+    scales: list[int] = []
+    starts = [0] * dims
+    dim = dims
+    for entry in entries:
+        if entry is None:
+            order.append(None)
+            scales.append(1)
+            continue
+        dim -= 1
+        start, scale = (entry.start or 0, entry.step or 1) if isinstance(entry, slice) else (entry, 1)
+        if not isinstance(start, int) or not isinstance(scale, int) or isinstance(start, bool) or start < 0:
+            raise _Unknown
+        starts[dim] = start
+        if isinstance(entry, slice):
+            order.append(dim)
+            scales.append(scale)
+    order.reverse()
+    scales.reverse()
+
+    def cut(a: Affine) -> Affine:
+        moved = a.moved(order)
+        first = a.constant + sum(a.step(d) * start for d, start in enumerate(starts))
+        return Affine.of(first, [step * scale for step, scale in zip(moved.steps, scales, strict=False)])
+
+    return cut(value) if isinstance(value, Affine) else _truth(map(cut, value))
+
+
+def _diff(call: _Call) -> Value:
+    source = call.node.args[0]
+    prepend = call.argument("prepend", 3)
+    if call.integer("n", 1, 1) != 1 or call.argument("append", 4) is not None:
+        raise _Unknown
+    values = call.affine(source)
+    dim = call.from_last(source, call.integer("dim", 2, -1))
+    step = Affine(values.step(dim))
+    if prepend is not None:
+        first = values.moved([None if d == dim else d for d in range(len(values.steps))])
+        sample = prepend.meta.get("example_value") if isinstance(prepend, fx.Node) else None
+        is_one = isinstance(sample, Tensor) and sample.dim() > dim and sample.shape[-1 - dim] == 1
+        if not is_one or first - call.affine(prepend) != step:
+            raise _Unknown
+    return step
+
+
+def _cumsum(call: _Call) -> Value:
+    source = call.node.args[0]
+    constant = _constant(call.value(source))
+    if constant is None:
+        raise _Unknown
+    dim = call.from_last(source, call.integer("dim", 1))
+    return Affine.of(constant, [*[0] * dim, constant])
+
+
+def _triangle(sign: int) -> Callable[[_Call], Value]:
+    """``tril`` for 1, ``triu`` for -1."""
+
+    def within(call: _Call) -> Value:
+        diagonal = call.integer("diagonal", 1, 0)
+        return _truth({*call.truth(call.node.args[0]), Affine.of(sign * diagonal, [-sign, sign])})
+
+    return within
+
+
+def _compared(difference: Callable[[Affine, Affine], Affine]) -> Callable[[_Call], Value]:
+    return lambda call: _truth({difference(*call.two)})
+
+
+def _equal(call: _Call) -> Value:
+    a, b = call.two
+    return _truth({a - b, b - a})
+
+
+def _unequal(call: _Call) -> Value:
+    a, b = call.two
+    difference = _constant(a - b)
+    if difference is None:
+        raise _Unknown
+    return frozenset() if difference else _FALSE
+
+
+def _and(call: _Call) -> Value:
+    a, b = call.node.args
+    return _truth(call.truth(a) | call.truth(b))
+
+
+def _or(call: _Call) -> Value:
+    a, b = map(call.truth, call.node.args)
+    if not a or not b:
+        return frozenset()
+    if _FALSE not in (a, b):
+        raise _Unknown
+    return a if b == _FALSE else b
+
+
+def _not(call: _Call) -> Value:
+    given = call.truth(call.node.args[0])
+    if not given:
+        return _FALSE
+    if len(given) > 1:
+        raise _Unknown
+    (condition,) = given
+    return _truth({condition * -1 - Affine(1)})
+
+
+def _times(call: _Call) -> Value:
+    a, b = call.two
+    constants = [_constant(a), _constant(b)]
+    if constants[1] is not None:
+        return a * constants[1]
+    if constants[0] is None:
+        raise _Unknown
+    return b * constants[0]
+
+
+def _by_names(*pairs: tuple[str, Callable[[_Call], Value]]) -> dict[str, Callable[[_Call], Value]]:
+    return {name: handler for names, handler in pairs for name in names.split()}
+
+
+# By the names of functions of torch and of ``operator``, and of methods, without the underscores around them.
+_HANDLERS = _by_names(
+    ("arange", _arange),
+    ("ones new_ones ones_like", _filled(1)),
+    ("zeros new_zeros zeros_like", _filled(0)),
+    ("full new_full", _full),
+    ("to int long bool type clone contiguous expand expand_as", _same),
+    ("unsqueeze", _unsqueeze),
+    ("getitem", _getitem),
+    ("diff", _diff),
+    ("cumsum", _cumsum),
+    ("tril", _triangle(1)),
+    ("triu", _triangle(-1)),
+    ("add", lambda call: call.two[0] + call.two[1]),
+    ("sub", lambda call: call.two[0] - call.two[1]),
+    ("mul", _times),
+    ("le less_equal", _compared(lambda a, b: b - a)),
+    ("lt less", _compared(lambda a, b: b - a - Affine(1))),
+    ("ge greater_equal", _compared(lambda a, b: a - b)),
+    ("gt greater", _compared(lambda a, b: a - b - Affine(1))),
+    ("eq", _equal),
+    ("ne not_equal", _unequal),
+    ("and logical_and bitwise_and", _and),
+    ("or logical_or bitwise_or", _or),
+    ("invert not logical_not bitwise_not", _not),
+)

@@ -1,0 +1,130 @@
+"""Attention whose mask says what ``is_causal`` says, or nothing, is called without the mask.
+
+Kernels of attention skip what lies above the diagonal only where they are told, and the fastest of them take no mask.
+A model that looks at its inputs to do without one cannot look while it is traced: transformers' causal models look for
+several sequences in one row, and have a mask in every graph that has no cache.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graph_fsdp.compat import CHECKPOINT
+from graph_fsdp.passes.analysis.positions import Value, is_always_true, is_causal, positions
+from graph_fsdp.passes.context import GraphPass, PassContext
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import operand
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that may be given by place
+_WIDEST = 256  # elements of a head for which kernels on GPUs take fewer heads of keys and values than of queries
+
+
+class CausalAttention(GraphPass):
+    """Calls ``scaled_dot_product_attention`` with ``is_causal=True`` in the place of a mask that is the lower triangle,
+    and with neither in the place of one that is True everywhere. The mask must be computed of indices alone
+    (``analysis/positions.py``). Keys and values that are repeated for it, one for each head of a group of queries, are
+    given as they are, with ``enable_gqa=True``, as transformers gives them where it has no mask.
+
+    Leave it out (``default_pipeline().remove("causal_attention")``) to keep the kernels that take the mask.
+    """
+
+    name = "causal_attention"
+    phases = ("capture",)
+    requires = ("captured",)
+    provides = ("unmasked",)
+
+    def run(self, graph: Graph, context: PassContext) -> str:
+        return f"{_leave_out_masks(graph.fx_graph, {})} masks of attention left out"
+
+
+def _leave_out_masks(graph: fx.Graph, inputs: Mapping[fx.Node, Value]) -> int:
+    """Edit a graph and those of its checkpoints. ``inputs``: what is known of placeholders. Return how many masks were
+    left out."""
+    attentions = [node for node in graph.nodes if node.target is _ATTENTION]
+    checkpoints = [node for node in graph.nodes if node.target is CHECKPOINT]
+    if not attentions and not checkpoints:
+        return 0
+    known = positions(graph, inputs)
+    unread = set(known)
+    changed = 0
+    for node in attentions:
+        given = _given(node)
+        says = _what_mask_says(given, known)
+        if says is not None:
+            unread |= _call_without_mask(node, given, causal=says)
+            changed += 1
+    bodies: dict[fx.Graph, list[list[Value]]] = {}  # what is known of the operands of each call
+    for node in checkpoints:
+        body = getattr(graph.owning_module, str(operand(node).target)).graph
+        bodies.setdefault(body, []).append([known.get(argument) for argument in node.args[1:]])
+    for body, calls in bodies.items():
+        taken = zip((node for node in body.nodes if node.op == "placeholder"), *calls, strict=False)
+        changed += _leave_out_masks(body, {own: values[0] for own, *values in taken if len(set(values)) == 1})
+    if changed:
+        for node in reversed(graph.nodes):
+            if node in unread and not node.users and node.op != "placeholder":
+                graph.erase_node(node)
+    return changed
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    return {"attn_mask": None, "is_causal": False, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+
+
+def _what_mask_says(given: Mapping[str, Any], known: Mapping[fx.Node, Value]) -> bool | None:
+    """Return True of a mask that is the lower triangle, False of one that is True everywhere, and else None."""
+    mask = given["attn_mask"]
+    value = known.get(mask)
+    if not isinstance(value, frozenset) or given["is_causal"]:
+        return None
+    shape, queries = _shape(mask), _shape(given["query"])
+    if shape is None or queries is None or not _adds_nothing(shape[:-2], queries[:-2]):
+        return None
+    if is_always_true(value, shape):
+        return False
+    return True if is_causal(value, shape) else None
+
+
+def _shape(node: Any) -> tuple[Any, ...] | None:
+    sample = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return tuple(sample.shape) if isinstance(sample, Tensor) else None
+
+
+def _adds_nothing(mask: tuple[Any, ...], queries: tuple[Any, ...]) -> bool:
+    """Say whether queries of this batch keep its shape beside a mask: it has no more rows than they have."""
+    pairs = zip(reversed(mask), reversed(queries), strict=False)
+    return len(mask) <= len(queries) and all(str(size) in ("1", str(own)) for size, own in pairs)
+
+
+def _call_without_mask(node: fx.Node, given: dict[str, Any], causal: bool) -> set[fx.Node]:
+    """Return the nodes that repeated keys and values, which nothing may read any longer."""
+    keys, values = (_repeated(given[name]) for name in ("key", "value"))
+    widths = [shape[-1] for name in ("key", "value") if (shape := _shape(given[name])) is not None]
+    is_grouped = bool(keys and values) and len(widths) == 2 and widths[0] == widths[1] <= _WIDEST
+    if is_grouped:
+        given |= {"key": keys[-1], "value": values[-1], "enable_gqa": True}
+    given |= {"attn_mask": None, "is_causal": causal}
+    node.args = tuple(given.pop(name) for name in ("query", "key", "value"))
+    node.kwargs = given
+    return {*keys[:-1], *values[:-1]} if is_grouped else set()
+
+
+def _repeated(node: Any) -> list[fx.Node]:
+    """Return what repeats each head of ``[batch, heads, tokens, width]`` as often as the next, the last first, and then
+    what it repeats; nothing where it is something else."""
+    whole = slice(None)
+    chain = [node]
+    for target in ("reshape", "expand", operator.getitem):
+        if not isinstance(node, fx.Node) or node.target != target or _shape(node) is None:
+            return []
+        last, node = node, node.args[0]
+        chain.append(node)
+    was, now = (list(map(str, _shape(end) or ())) for end in (node, chain[0]))
+    is_new = last.args[1] == (whole, whole, None, whole, whole) and len(was) == len(now) == 4
+    return chain if is_new and (was[0], was[2:]) == (now[0], now[2:]) else []
