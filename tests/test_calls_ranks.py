@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from facts import Facts
-from models import MLP
+from models import MLP, SEQUENCE, VOCABULARY, llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -63,6 +63,21 @@ def two_forwards_and_one_backward() -> None:
         for m in (model, plain):
             contrast(m, rows(4, 16, seed=step), rows(4, 16, seed=step + 1)).backward()
         check_gradients(model, plain)
+
+
+@FACTS
+def a_mask_that_masks_something_on_one_rank_alone() -> None:
+    """Ranks run different graphs, with the same collectives; and one alone captures another."""
+    model, plain = pair(llama())
+    tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for padded_rank in (0, 1, None, 0):
+        mask = torch.ones(2, SEQUENCE, dtype=torch.long)
+        mask[0, :3] = padded_rank != dist.get_rank()
+        for m in (model, plain):
+            m(tokens, attention_mask=mask, labels=tokens).loss.backward()
+        check_gradients(model, plain)
+    captures = graph_fsdp.inspect(model).captures
+    assert [capture.cause.kind for capture in captures] == ["first", "inputs"]
 
 
 def redirected(model: Any, method: Callable[..., Tensor], *args: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import SEQUENCE, VOCABULARY, llama
+from models import SEQUENCE, VOCABULARY, bert, llama
 from torch import Tensor, fx, nn
 
 import graph_fsdp
+from graph_fsdp.engine import full_masks
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.passes.analysis.positions import Affine, Value, is_always_true, is_causal, positions
 
@@ -161,6 +162,49 @@ def test_a_mask_that_depends_on_the_inputs_stays() -> None:
         assert all(re.search("attn_mask = [a-z]", call) for call in attention_calls(model))
 
 
+def masked(model: nn.Module, first: int = 0, dtype: torch.dtype = torch.long) -> Tensor:
+    """The loss of text whose first row begins with so many tokens of padding."""
+    x = torch.arange(4 * SEQUENCE).view(4, SEQUENCE) % VOCABULARY
+    mask = torch.ones(4, SEQUENCE, dtype=dtype)
+    mask[0, :first] = 0
+    loss: Tensor = model(x, attention_mask=mask, labels=x).loss
+    return loss
+
+
+@pytest.mark.parametrize("make", [llama, bert])
+def test_an_attention_mask_that_masks_nothing_is_left_out(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = make().eval()
+    model = graph_fsdp.compile(make().eval(), backend="eager")
+    model.load_state_dict(plain.state_dict())
+    same_bits(plain, model, masked)
+    assert not any(re.search("attn_mask = [a-z]", call) for call in attention_calls(model))
+    same_bits(plain, model, lambda m: masked(m, 3))  # gradients add up
+    assert all(re.search("attn_mask = [a-z]", call) for call in attention_calls(model))
+    same_bits(plain, model, masked)
+    same_bits(plain, model, lambda m: masked(m, 0, torch.bool))
+    causes = [capture.cause for capture in graph_fsdp.inspect(model).captures]
+    assert [cause.kind for cause in causes] == ["first", "inputs", "guard"]
+    assert causes[1].text == "attention_mask masks something now" and "bool" in causes[2].text
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_a_mask_of_other_numbers_stays(dtype: torch.dtype) -> None:
+    model = graph_fsdp.compile(llama(), backend="eager")
+    x = torch.zeros(4, SEQUENCE, dtype=torch.long)
+    mask = torch.full((4, SEQUENCE), 2, dtype=dtype) if dtype == torch.long else torch.ones(4, SEQUENCE)
+    model(x, attention_mask=mask)
+    assert all(re.search("attn_mask = [a-z]", call) for call in attention_calls(model))
+
+
+def test_nobody_looks_at_masks_without_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(full_masks, "full_masks", lambda kwargs: looked.append(kwargs) or frozenset())
+    for passes in (default_pipeline(), default_pipeline().remove("causal_attention")):
+        masked(graph_fsdp.compile(llama(), backend="eager", passes=passes))
+    assert len(looked) == 1
+
+
 class Random:
     """Makes a graph of operators on positions, with real values in the place of fake ones."""
 
@@ -219,6 +263,7 @@ class Random:
                 case "pick":
                     index = self.call(operator.sub, (draw.choice(self.integers[:4]), draw.randint(0, 4)))
                     self.call(operator.getitem, (self.integers[0], (index,)))
+                    self.call(operator.getitem, (p, (index, self.integers[3])))
         except (RuntimeError, IndexError, TypeError):  # of shapes that do not fit
             return
 

@@ -18,8 +18,8 @@ def warn_of_attention(joint: Graph) -> None:
     """Warn where cuDNN computes attention with a mask whose gradients may be NaN: on an H100 or H200, for a number of
     keys that is 64 more than a multiple of 128, where all scores of a row are below -88.
 
-    A mask comes of tracing, too: a model of transformers that is given an attention mask cannot see in its graph that
-    nothing is masked. Masks of positions alone are gone by now (``passes/transforms/causal_attention.py``).
+    A mask comes of tracing, too: a model of transformers that is given positions cannot see in its graph that nothing is
+    packed. Masks that mask nothing more than causality are gone by now (``passes/transforms/causal_attention.py``).
     Source: https://github.com/pytorch/pytorch/issues/196678, found with torch 2.11 to 2.14.
     """
     version = torch.backends.cudnn.version()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -10,7 +11,7 @@ import re
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ class Entered:
     """Holds the number of the engine whose code runs or is traced; functions of its model are then the plain ones."""
 
     engine = -1
+
+    @classmethod
+    @contextlib.contextmanager
+    def by(cls, engine: int) -> Iterator[None]:
+        before, cls.engine = cls.engine, engine
+        try:
+            yield
+        finally:
+            cls.engine = before
 
 
 def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> types.FunctionType:

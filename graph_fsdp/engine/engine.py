@@ -37,6 +37,7 @@ from graph_fsdp.engine.dynamo import (
     what_to_raise,
 )
 from graph_fsdp.engine.finalization import Finalization
+from graph_fsdp.engine.full_masks import look_for_masks, mark_full_masks
 from graph_fsdp.engine.kept import KeptPrograms, KeptTrace
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import PythonReads
@@ -141,6 +142,7 @@ class Engine:
         self.registered: dict[str, SlotMemory] = {}  # by ``Settings.registered_memory``
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic, **apart(fullgraph))
+        self._full_masks = look_for_masks(place.pipeline, place.backend.name)
         self._integers = not place.dynamic  # else all of them are inputs: numbers of heads, too
         # torch's cache of fake tensors keeps symbols of graphs, and so sizes, guards and sources, for good.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -188,7 +190,8 @@ class Engine:
             if self.settings.unsharded != self.unsharded.units:
                 self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
             inputs = self.finalization.watched(self.unsharded.watched(self.storage.inputs_after_refresh()))
-            key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast)
+            masks = self._full_masks(kwargs)
+            key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast, masks)
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self.fullgraph, hooks=key.hooks, integers=self._integers))
             stack.enter_context(compat.traced_as(TRACED))
@@ -215,14 +218,9 @@ class Engine:
                 self._inputs, self._call = {}, None
             raise raised  # with the cause and the context that it has
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """Let functions of the model be the plain ones."""
-        before, Entered.engine = Entered.engine, self.number
-        try:
-            yield
-        finally:
-            Entered.engine = before
+        return Entered.by(self.number)
 
     def _function_compiled(self, key: CaptureKey) -> Callable[..., Any]:
         """Return an entry's function, compiled for the present settings. Each of these has graphs of its own, as Dynamo
@@ -244,6 +242,7 @@ class Engine:
         cause = why_captured(self.graphs, key, self._call, breaks=not self.fullgraph)
         warn_of_traces(self.structure, causes_of(self.graphs, key))
         parameters = find_parameters(module, self.storage)
+        mark_full_masks(module, key.full_masks, self._call)
         refuse_backward(module, parameters)
         warn_of_writes(module, parameters, self.python_reads.versions)
         names = tuple(p.spec.name for p in parameters.values())

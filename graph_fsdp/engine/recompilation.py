@@ -45,13 +45,14 @@ class GuardFailure:
 class CaptureKey:
     """Keeps graphs apart before Dynamo looks at its guards. ``layout``: how a backend's inputs are sharded over
     devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules. ``cast``: the dtypes
-    that the model was cast to since it was compiled."""
+    that the model was cast to since it was compiled. ``full_masks``: the attention masks that mask nothing, by name."""
 
     settings: Settings
     entry: Entry
     layout: Any = None
     hooks: bool = False
     cast: str = ""
+    full_masks: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,12 @@ class Cause:
 
     ``kind`` is one of: "first" (the first call of the model or of one of its methods), "guard" (guards of earlier
     graphs failed: ``guards``, the graph that ran last first), "settings" (a method such as
-    ``set_requires_gradient_sync`` has changed them), "inputs" (inputs are sharded otherwise), "piece" (what follows a
-    graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives what other pieces gather),
-    "parameters" (compiled code runs with other parameters, or they were cast), "python" (code outside of graphs reads a
-    parameter), "hooks" (a module has a hook now, or none has any more), "finalized" (``finalize_backward`` reduces what
-    is kept), "divided" (a pipeline runs a backward in two halves).
+    ``set_requires_gradient_sync`` has changed them), "inputs" (inputs are sharded otherwise, or an attention mask masks
+    something where it did not), "piece" (what follows a graph break), "reset" (Dynamo's cache was emptied), "shared"
+    (a piece that takes or gives what other pieces gather), "parameters" (compiled code runs with other parameters, or
+    they were cast), "python" (code outside of graphs reads a parameter), "hooks" (a module has a hook now, or none has
+    any more), "finalized" (``finalize_backward`` reduces what is kept), "divided" (a pipeline runs a backward in two
+    halves).
     ``compilation``: its name in torch's logs, "0/1".
     """
 
@@ -145,6 +147,9 @@ def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) 
         return "parameters", f"the model was cast to {key.cast}"
     if last.hooks != key.hooks:
         return "hooks", f"hooks of modules were {'added' if key.hooks else 'removed'}"
+    if changed := sorted(last.full_masks ^ key.full_masks):
+        says = "nothing" if changed[0] in key.full_masks else "something"
+        return "inputs", f"{changed[0]} masks {says} now"
     return "inputs", "inputs are sharded over the devices in another way"
 
 

@@ -143,7 +143,11 @@ def _constant(value: Value) -> int | None:
 def _within(value: Affine | Truth, shape: torch.Size) -> Value:
     """Drop the steps of dimensions of one element, whose index is 0; these are repeated where tensors meet."""
     dims = [None if isinstance(size, int) and size == 1 else dim for dim, size in enumerate(reversed(shape))]
-    return value.moved(dims) if isinstance(value, Affine) else _truth(a.moved(dims) for a in value)
+    return _each(value, lambda a: a.moved(dims))
+
+
+def _each(value: Affine | Truth, change: Callable[[Affine], Affine]) -> Affine | Truth:
+    return change(value) if isinstance(value, Affine) else _truth(map(change, value))
 
 
 class _Unknown(Exception):
@@ -236,11 +240,7 @@ def _unsqueeze(call: _Call) -> Value:
     place = -1 - new if new < 0 else dims - new  # in the result, from the last
     order: list[int | None] = list(range(dims))
     order.insert(place, None)
-    return _moved(call.value(source), order)
-
-
-def _moved(value: Affine | Truth, order: list[int | None]) -> Value:
-    return value.moved(order) if isinstance(value, Affine) else _truth(a.moved(order) for a in value)
+    return _each(call.value(source), lambda a: a.moved(order))
 
 
 def _getitem(call: _Call) -> Value:
@@ -248,7 +248,7 @@ def _getitem(call: _Call) -> Value:
     entries = list(index) if isinstance(index, tuple) else [index]
     dims = call.dims(source)
     if all(isinstance(entry, fx.Node) for entry in entries):
-        return _picked(call, call.affine(source), entries, dims)
+        return _picked(call, call.value(source), entries, dims)
     if any(isinstance(entry, (fx.Node, list)) for entry in entries):
         raise _Unknown
     taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
@@ -259,17 +259,16 @@ def _getitem(call: _Call) -> Value:
     return _sliced(call.value(source), entries, dims)
 
 
-def _picked(call: _Call, values: Affine, indices: list[Any], dims: int) -> Value:
+def _picked(call: _Call, value: Affine | Truth, indices: list[Any], dims: int) -> Value:
     """Return what tensors of indices, one per dimension, pick."""
-    if len(indices) != dims:
-        raise _Unknown
-    result = Affine(values.constant)
-    for dim, index in zip(reversed(range(dims)), indices, strict=True):
-        place = call.affine(index)
-        if place.constant < 0 or any(step < 0 for step in place.steps):  # which might count from the end
-            raise _Unknown
-        result = result + place * values.step(dim)
-    return result
+    places = [call.affine(index) for index in reversed(indices)]
+    if len(places) != dims or any(place.constant < 0 or min(place.steps, default=0) < 0 for place in places):
+        raise _Unknown  # a negative index counts from the end
+
+    def pick(a: Affine) -> Affine:
+        return sum((place * a.step(dim) for dim, place in enumerate(places)), Affine(a.constant))
+
+    return _each(value, pick)
 
 
 def _sliced(value: Affine | Truth, entries: list[Any], dims: int) -> Value:
@@ -299,7 +298,7 @@ def _sliced(value: Affine | Truth, entries: list[Any], dims: int) -> Value:
         first = a.constant + sum(a.step(d) * start for d, start in enumerate(starts))
         return Affine.of(first, [step * scale for step, scale in zip(moved.steps, scales, strict=False)])
 
-    return cut(value) if isinstance(value, Affine) else _truth(map(cut, value))
+    return _each(value, cut)
 
 
 def _diff(call: _Call) -> Value:

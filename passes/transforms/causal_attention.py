@@ -15,21 +15,23 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.compat import CHECKPOINT
-from graph_fsdp.passes.analysis.positions import Value, is_always_true, is_causal, positions
+from graph_fsdp.passes.analysis.positions import Affine, Value, is_always_true, is_causal, is_written, positions
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that may be given by place
+FULL = "graph_fsdp_full_mask"  # in the metadata of an input that is True, or 1, everywhere in each run of the graph
 _WIDEST = 256  # elements of a head for which kernels on GPUs take fewer heads of keys and values than of queries
 
 
 class CausalAttention(GraphPass):
     """Calls ``scaled_dot_product_attention`` with ``is_causal=True`` in the place of a mask that is the lower triangle,
     and with neither in the place of one that is True everywhere. The mask must be computed of indices alone
-    (``analysis/positions.py``). Keys and values that are repeated for it, one for each head of a group of queries, are
-    given as they are, with ``enable_gqa=True``, as transformers gives them where it has no mask.
+    (``analysis/positions.py``), and of inputs that are marked as ``FULL``: attention masks that mask nothing. Keys and
+    values that are repeated for it, one for each head of a group of queries, are given as they are, with
+    ``enable_gqa=True``, as transformers gives them where it has no mask.
 
     Leave it out (``default_pipeline().remove("causal_attention")``) to keep the kernels that take the mask.
     """
@@ -40,7 +42,11 @@ class CausalAttention(GraphPass):
     provides = ("unmasked",)
 
     def run(self, graph: Graph, context: PassContext) -> str:
-        return f"{_leave_out_masks(graph.fx_graph, {})} masks of attention left out"
+        inputs: dict[fx.Node, Value] = {}
+        for node in graph.placeholders:
+            if FULL in node.meta and not is_written(sample := node.meta["example_value"]):
+                inputs[node] = frozenset() if sample.dtype == torch.bool else Affine(1)
+        return f"{_leave_out_masks(graph.fx_graph, inputs)} masks of attention left out"
 
 
 def _leave_out_masks(graph: fx.Graph, inputs: Mapping[fx.Node, Value]) -> int:
