@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from facts import Facts
-from test_gather_ahead import BETWEEN, alike
+from test_gather_ahead import alike, alike_whatever_is_between
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
@@ -23,8 +23,7 @@ def steps_have_the_bits_of_the_optimizer_alone() -> None:
 @FACTS.long
 def what_is_done_between_step_and_forward_counts() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    for between in BETWEEN:
-        alike(between=between, mesh=mesh)
+    alike_whatever_is_between(mesh=mesh)
 
 
 test_on_four_ranks = FACTS.on(4)
