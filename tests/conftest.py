@@ -26,6 +26,7 @@ from torch.distributed import device_mesh
 from tracing import trace_cheaply
 
 from graph_fsdp import compat
+from graph_fsdp.passes import pipeline
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.runtime.backends.inductor import own_folder
 
@@ -170,6 +171,18 @@ def fresh_torch(request: pytest.FixtureRequest) -> Iterator[None]:
     torch._dynamo.reset()
     torch.nn.modules.module._global_buffer_registration_hooks.clear()  # an export that fails leaves one in torch 2.9
     assert backends == BACKENDS, "the test leaves a backend registered: messages of later tests would name it"
+
+
+@pytest.fixture(scope="module")
+def older_objects_frozen() -> Iterator[None]:
+    """For tests that collect garbage again and again: walking what other tests of the process have left took most of
+    their time. What such a test makes is all that it sees with ``gc.get_objects``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "frozen", pipeline.frozen)  # is kept from the first compilation that finds it so
+        gc.collect()
+        gc.freeze()
+        yield
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import graph_fsdp
 from graph_fsdp.compat import FakeTensor, storage_id, without_torch_function
 from graph_fsdp.runtime.slots import Slots
 
-pytestmark = pytest.mark.usefixtures("fake_group")
+pytestmark = pytest.mark.usefixtures("older_objects_frozen", "fake_group")
 
 
 def memory() -> Counter[int]:

@@ -20,7 +20,7 @@ FACTS = Facts(__name__)
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_users_process() -> Iterator[None]:
+def as_in_a_users_process(older_objects_frozen: None) -> Iterator[None]:
     with forgetting():
         yield
 
