@@ -45,6 +45,7 @@ if importlib.util.find_spec("torch_xla") is None:
 # end at the same time; these are not, for the most part because they launch ranks.
 LONG = (
     *("test_gpu_checks", "test_soak", "test_one_process", "test_models_compatibility", "test_late_and_early"),
+    *("test_replica_groups", "test_held_memory", "test_expert_parallelism", "test_whole_order"),
     *("test_virtual_training", "test_examples", "test_random_graph_breaks", "test_ports", "test_restart_time"),
     *("test_three_and_four_ranks", "test_benchmarks", "test_tensor_parallel", "test_two_ranks", "test_agreement"),
     *("test_mesh_ranks", "test_models", "test_elastic", "test_lightning", "test_repeat", "test_whole_ranks"),
@@ -55,6 +56,7 @@ LONG = (
     *("test_parameter_meshes", "test_quantized", "test_programs_shared", "test_gather_ahead", "test_dropless_experts"),
     *("test_memory_checkpoints", "test_launch", "test_pipelining", "test_programs", "test_virtual_cluster"),
     *("test_branches", "test_watch_virtual", "test_frozen", "test_torchao_gathers", "test_symmetric_memory"),
+    *("test_benchmarks_of_costs", "test_pieces_ranks", "test_docs_fsdp_in_300_lines", "test_docs_pages"),
     *("test_xla_training", "test_xla_replicas", "test_xla_corners", "test_xla_auto", "test_xla_models"),
     *("test_xla_checkpoint", "test_xla_docs", "test_xla_recompilation", "test_xla_peers", "test_xla_host_fallbacks"),
 )

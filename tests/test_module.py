@@ -59,7 +59,7 @@ def autograd_nodes() -> int:
     return sum(type(o).__name__ == "LinkedBackward" for o in gc.get_objects())
 
 
-@pytest.mark.usefixtures("fake_group")
+@pytest.mark.usefixtures("older_objects_frozen", "fake_group")
 class TestOneProcess:
     def test_the_same_object_comes_back_with_its_own_class_and_fsdp_module(self) -> None:
         model = MLP()
