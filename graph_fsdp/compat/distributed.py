@@ -34,6 +34,13 @@ default_store = _get_default_store
 # The attribute of a module that says which of torch's composable functions were applied to it.
 APPLIED: str = REGISTRY_KEY
 
+_NEVER_SENT = 2**30  # a message's tag
+# Methods of a pipeline's stage in which it sends shapes to others, or runs its module to find them.
+FIND_SHAPES_OF_STAGES = (
+    *("_prepare_forward_infra", "_prepare_backward_infra"),
+    *("_warmup_forward_vote", "_warmup_backward_result"),  # torch 2.12, 2.13
+)
+
 _CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 _CHECKPOINT_OPTIONS = {
     "preserve_rng_state": "preserve_rng_state",
@@ -104,6 +111,18 @@ def abort_process_groups(device: torch.device) -> None:
         backend.abort()
     for backend in grouped:
         backend._group_end()
+
+
+def close_connections(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Close this rank's connections in a group of gloo, so that ranks that wait for it get an error at once: gloo does
+    that when a message does not come in time. Other groups have connections of their own."""
+    if not uses_gloo(group, device):
+        return
+    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1, device=device), group=group, group_src=peer, tag=_NEVER_SENT)
+        assert work is not None
+        work.wait(datetime.timedelta(milliseconds=1))
 
 
 def launches_groups(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -6,15 +6,19 @@ torch's stage reduces gradients once per step by FSDP2's inside, until torch 2.1
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
 from graph_fsdp import compat
 from graph_fsdp.module.unit_methods import place
+from graph_fsdp.runtime.ranks.stages import stage_failures
 
 
 class PipelineStage(TorchStage):
@@ -24,6 +28,9 @@ class PipelineStage(TorchStage):
     Parameters are gathered at the first forward of a step and stay whole to its end, where units can be whole
     (``unshard``); otherwise each microbatch gathers them, as with offloaded parameters on an accelerator. Where the
     schedule divides a backward into that of inputs and that of weights (zero bubble), two programs run it.
+
+    Where a stage raises, and its process goes on, the ranks of the others get a ``RankFailure`` with its error, on the
+    CPU. An error of the schedule's ``loss_fn`` is not told: the stage does not call it.
 
     Raises:
         TypeError: ``submodule`` is no compiled model.
@@ -41,6 +48,34 @@ class PipelineStage(TorchStage):
         model.set_manual_backward_finalization(False)  # changes nothing, and raises where it could not be True
         place(model)[0].unsharded.optional = True  # schedules of several stages call unshard()
         super().__init__(submodule, *args, **kwargs)
+        self._failures = stage_failures(self.group, self.device)
+
+    def telling(self, what: str) -> AbstractContextManager[None]:
+        """Return a context whose errors the other stages get to know."""
+        if self._failures is None:
+            return nullcontext()
+        return self._failures.telling(f"{what} of stage {self.stage_index}", self._lockstep)
+
+    @property
+    def _lockstep(self) -> Any:
+        return place(self.submod)[0].schedules.lockstep
+
+    def _watched(self, messages: list[dist.P2POp], what: str) -> list[dist.P2POp]:
+        if self._failures is None:
+            return messages
+        return self._failures.watched(messages, f"{what} of stage {self.stage_index}", self._lockstep)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._watched(super().get_fwd_recv_ops(fwd_chunk_id), f"receive {fwd_chunk_id} of forward")
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._watched(super().get_fwd_send_ops(fwd_chunk_id), f"send {fwd_chunk_id} of forward")
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._watched(super().get_bwd_recv_ops(bwd_chunk_id), f"receive {bwd_chunk_id} of backward")
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._watched(super().get_bwd_send_ops(bwd_chunk_id), f"send {bwd_chunk_id} of backward")
 
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
@@ -60,6 +95,10 @@ class PipelineStage(TorchStage):
         self._ranks = ranks
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.telling("forward"):
+            return self._forward_one_chunk(*args, **kwargs)
+
+    def _forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.submod
         engine, _ = place(model)
         if torch.is_grad_enabled() and self.has_backward and not engine.finalization.manual:
@@ -71,6 +110,10 @@ class PipelineStage(TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
+        with self.telling("backward"):
+            return self._backward(backward_type, bwd_kwargs, last_backward)
+
+    def _backward(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool) -> Any:
         grads: tuple[Tensor | None, ...] = ()
         of_weights = None
         if backward_type == "weight":
@@ -95,7 +138,8 @@ class PipelineStage(TorchStage):
         """Reduce the gradients of a step; torch 2.15's schedules of several stages call it. Torch's own would reduce
         those that ``no_sync()`` leaves out, too. Evaluations, in which GPipe and 1F1B call it as well, reduce none."""
         if self.has_backward:
-            self._finalize()
+            with self.telling("the reduction of gradients"):
+                self._finalize()
 
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
         """Divide the reduced gradients, which are there already, by ``grad_scale_factor``; not in evaluations."""
@@ -108,3 +152,19 @@ class PipelineStage(TorchStage):
             model.set_reshard_after_backward(True)
         model.finalize_backward()
         model.set_manual_backward_finalization(False)
+
+
+def _told(name: str) -> Any:
+    """Return the method of torch's stage whose errors the other stages get to know."""
+    of_torch = getattr(TorchStage, name)
+
+    @functools.wraps(of_torch)
+    def method(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
+        with self.telling("the search for shapes"):
+            return of_torch(self, *args, **kwargs)
+
+    return method
+
+
+for _name in filter(partial(hasattr, TorchStage), compat.FIND_SHAPES_OF_STAGES):
+    setattr(PipelineStage, _name, _told(_name))

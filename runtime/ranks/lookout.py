@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import logging
 import threading
@@ -159,6 +160,11 @@ class Lookout:
         )
         self.failures.announce(Failure(self.me, position, True, True, where, why))
         self.raise_again()
+
+    def stop(self, error: RankFailure, mine: Failure) -> None:
+        """Run no program any more because of an error that is ``mine``, and tell the other ranks."""
+        self.failure = error
+        self.failures.announce(dataclasses.replace(mine, position=self.position))
 
     def _announce(self, position: int, message: str) -> None:
         """Announce a verdict for every rank that is, or comes, here. As not all came, they cannot go on together."""

@@ -26,6 +26,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 MODULES = (
     *("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults", "test_long_waits"),
     *("test_watch", "test_watch_virtual", "test_replica_groups", "test_memory_faults", "test_raised_in_compile"),
+    "test_stages",
 )
 _RUNNERS = {
     "test",  # of facts
@@ -33,6 +34,7 @@ _RUNNERS = {
     "zz_one_rank_raises",
     "test_one_rank_raises_elsewhere",
     "test_a_rank_that_raises_in_compile",
+    "test_stages_that_raise",
     "long_waits_are_told",
     "ranks_are_watched",
     "ranks_of_the_virtual_device_are_watched",
