@@ -89,15 +89,17 @@ def series(name: str) -> str:
     return re.sub(r"\d+", "#", found[1] if found else name)
 
 
-def begin(path: Path, overwrite: bool) -> Path:
-    """Make a checkpoint's temporary folder, for the user alone; remove what interrupted saves of its series left.
-    Raises CheckpointError where that cannot be, or ``path`` is there already and not to be overwritten."""
+def begin(path: Path, overwrite: bool, is_of_others: Callable[[Path], bool]) -> Path:
+    """Make a checkpoint's temporary folder, for the user alone; remove what interrupted saves of its series left, but
+    not of those checkpoints that other ranks may be saving now. Raises CheckpointError where that cannot be, or
+    ``path`` is there already and not to be overwritten."""
     try:
         if not overwrite and path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise CheckpointError(f"{path} is there already; choose another name, or overwrite=True")
         path.parent.mkdir(parents=True, exist_ok=True)
         for other in path.parent.iterdir():
-            if _PARTIAL.match(other.name) and series(other.name) == series(path.name):
+            found = _PARTIAL.match(other.name)
+            if found and series(other.name) == series(path.name) and not is_of_others(path.parent / found[1]):
                 shutil.rmtree(other, ignore_errors=True)
         temporary = hidden(path, "partial")
         temporary.mkdir(mode=0o700)

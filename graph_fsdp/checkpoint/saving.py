@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint import folder
+from graph_fsdp.checkpoint.claims import claim, is_of_others
 from graph_fsdp.checkpoint.files import Writer, access_of
 from graph_fsdp.checkpoint.group import NOT_DISTRIBUTED, Ranks
 from graph_fsdp.checkpoint.hosts import give_sequence, survey
@@ -72,7 +73,8 @@ def save(
     """Save a training as a checkpoint of ``torch.distributed.checkpoint``. All ranks of the model call it.
 
     It is written to a temporary folder beside ``path``, which one rank renames when all have written: a program that is
-    killed at any time leaves complete checkpoints only. All files are readable by the user alone.
+    killed at any time leaves complete checkpoints only. All files are readable by the user alone. Models on ranks of
+    their own, as the stages of a pipeline, save to a path each.
 
     Args:
         path: the folder of the checkpoint, on a file system that all hosts share.
@@ -94,8 +96,9 @@ def save(
             ``GRAPH_FSDP_MEMORY`` names another.
 
     Raises:
-        CheckpointError: on all ranks, when one could not write its part, ``path`` is there already, or a host has no
-            room in memory, which is known before anything is written. What was there is as before.
+        CheckpointError: on all ranks, when one could not write its part; or, which is known before anything is
+            written, ``path`` is there already, other ranks' model saves to it, or a host has no room in memory. What
+            was there is as before.
         TypeError, ValueError: an argument is wrong; before anything is written.
     """
     finish_pending(memory)
@@ -112,10 +115,12 @@ def save(
             given.append(f"{len(optimizers)} optimizers")
             to_write = functools.partial(access_of(model).to_write, copy=asynchronous)
             tree = training_state(model, optimizers, extra or {}, ranks.index, to_write)
+            if ranks.is_first:
+                claim(final, ranks.ranks, alone_in_series=memory or keep is not None)
             if memory:
                 told.append(prepare(final, seen, overwrite))
             elif ranks.is_first:
-                temporary = folder.begin(final, overwrite)
+                temporary = folder.begin(final, overwrite, lambda other: is_of_others(other, ranks.ranks))
                 told.append(str(temporary))
     except Exception:
         if temporary is not None:
