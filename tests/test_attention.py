@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
+import graph_fsdp
+from graph_fsdp.engine import aot, kept
 from graph_fsdp.engine.attention import warn_of_attention
 from graph_fsdp.passes import Graph
 
@@ -58,3 +61,25 @@ def test_it_is_told_where_its_gradients_can_be_nan(
     assert bool(said) == warned
     if warned:
         assert "attention over 704 keys has a mask" in said[0] and "enable_cudnn_sdp(False)" in said[0]
+
+
+class Attention(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_warm_start_is_told_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def see(graph: Graph) -> None:
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        seen.append((graph.phase, bool(graph.fx_graph.find_nodes(op="call_function", target=operator))))
+
+    for module in (aot, kept):
+        monkeypatch.setattr(module, "warn_of_attention", see)
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = graph_fsdp.compile(Attention(16, 16), backend="eager", programs=tmp_path)
+        model(torch.randn(2, 4, 16)).sum().backward()
+    assert seen == [("joint", True), ("forward", True)]

@@ -14,9 +14,10 @@ _MENDED = 92600  # the version of cuDNN, as torch.backends.cudnn.version() says 
 _HOPPER = 9
 
 
-def warn_of_attention(joint: Graph) -> None:
+def warn_of_attention(graph: Graph) -> None:
     """Warn where cuDNN computes attention with a mask whose gradients may be NaN: on an H100 or H200, for a number of
-    keys that is 64 more than a multiple of 128, where all scores of a row are below -88.
+    keys that is 64 more than a multiple of 128, where all scores of a row are below -88. ``graph``: a joint graph, or
+    a forward one.
 
     A mask comes of tracing, too: a model of transformers that is given positions cannot see in its graph that nothing is
     packed. Masks that mask nothing more than causality are gone by now (``passes/transforms/causal_attention.py``).
@@ -25,7 +26,7 @@ def warn_of_attention(joint: Graph) -> None:
     version = torch.backends.cudnn.version()
     if version is None or version >= _MENDED:
         return
-    for node in joint.fx_graph.find_nodes(op="call_function", target=_CUDNN):
+    for node in graph.fx_graph.find_nodes(op="call_function", target=_CUDNN):
         given = arguments(node)
         key = given.key.meta["val"]
         keys = key.shape[-2]

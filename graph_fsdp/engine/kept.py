@@ -26,6 +26,7 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.engine.aot import AotTrace
+from graph_fsdp.engine.attention import warn_of_attention
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.ranks import OtherPlan
 from graph_fsdp.engine.sharing import SharedProgram
@@ -180,6 +181,7 @@ class KeptTrace(AotTrace):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._alive = self._owner()
         self.context.forward_outputs = num_fwd_outputs
+        warn_of_attention(self.program.graphs[0])
         self._put_in()
         forward, backward = map(_outline, self.program.graphs)
         return forward, backward
