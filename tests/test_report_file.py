@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import re
 import stat
 import sys
@@ -43,6 +45,19 @@ def file(report: GraphReport, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_loaded_report_prints_what_the_report_prints(report: GraphReport, file: Path) -> None:
     assert str(graph_fsdp.load_report(file)) == str(report)
+
+
+@pytest.mark.parametrize("copied", [lambda report: pickle.loads(pickle.dumps(report)), copy.deepcopy])
+def test_a_report_is_pickled_and_copied_as_it_is_loaded(report: GraphReport, file: Path, copied: Any) -> None:
+    found = copied(report)
+    assert str(found) == str(report) and found.to_json() == graph_fsdp.load_report(file).to_json()
+    with pytest.raises(TypeError, match="a graph of a report cannot be pickled or copied"):
+        copied(report.forward)
+
+
+def test_a_report_of_no_graph_is_pickled(fake_group: None) -> None:
+    report = graph_fsdp.inspect(graph_fsdp.compile(MLP(), backend="eager"))
+    assert str(pickle.loads(pickle.dumps(report))) == str(report)
 
 
 def test_a_loaded_report_has_every_stage_of_every_capture(report: GraphReport, file: Path) -> None:

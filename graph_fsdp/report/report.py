@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import RenderableType
 from torch import nn
@@ -115,6 +115,12 @@ class GraphView(report_text.Printed):
             )
         return self.hlo_of()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a graph of a report cannot be pickled or copied: it is the model's; pickle the report, which becomes what "
+            "graph_fsdp.load_report returns, or save it with report.save('report.json')"
+        )
+
     def parts(self) -> Iterable[RenderableType]:
         return report_text.graph_parts(graph_data(self))
 
@@ -217,7 +223,8 @@ class GraphReport(report_text.Printed):
     Dynamo's graph, with shards for parameters, ``joint`` forward and backward before they are partitioned; these,
     ``forward``, ``backward`` and ``inference`` are the latest of their kind. With ``whole``, graphs are compiled in one
     piece (``regions="whole"``), and ``peak_gathered_bytes`` is None, as nothing counts them. ``kept_nbytes`` counts
-    gradients on this rank that wait for a backward that reduces them."""
+    gradients on this rank that wait for a backward that reduces them. Pickled (``torch.save``, another process) or
+    copied, a report is what :func:`graph_fsdp.load_report` returns."""
 
     capture, joint = _Latest("capture"), _Latest("joint")
     forward, backward, inference = _Latest("forward"), _Latest("backward"), _Latest("inference")
@@ -233,6 +240,11 @@ class GraphReport(report_text.Printed):
         self.compiled_regions: int = engine.regions.compiled
         self.stepping: dict[str, Stepping] = dict(engine.updates.stepping)  # parameter → what steps it
         self.ahead: frozenset[str] = engine.updates.ahead  # units that an optimizer's step gathers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy a report without the model's graphs, as a ``SavedReport``."""
+        ran = any(captured.ran for captured in self.graphs)
+        return SavedReport, (report_data(self, stages=True, drawn=self._latest_run() if ran else ()),)
 
     def latest(self, phase: Phase) -> GraphView:
         """Return the latest captured graph of a phase. Raises LookupError where there is none."""
