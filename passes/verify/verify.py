@@ -24,6 +24,7 @@ from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.transforms.reshard import scale_of
 from graph_fsdp.passes.transforms.slots import Lifetime, lifetimes
+from graph_fsdp.passes.verify.constants import broken_constant
 from graph_fsdp.passes.verify.gradients import GradientChecks
 from graph_fsdp.passes.verify.places import Writes, exchanged
 from graph_fsdp.passes.verify.proven import Proven
@@ -103,6 +104,8 @@ class Verifier(GradientChecks):
         """Shapes, dtypes and devices agree with the fake tensors of nodes that were edited, or whose inputs were."""
         self.edited = due = self.proven.edited(self.entries)
         for node in self.nodes if due else ():
+            if node in due and (wrong := broken_constant(self.graph, node)):
+                self._fail("constants are nodes, or tensors of the graph's module", node, wrong)
             if node in due and node.op == "call_function":
                 meta = node.meta
                 if "val" not in meta:
