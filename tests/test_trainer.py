@@ -10,9 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainer_script
+import transformers
 from accelerate.state import AcceleratorState
-from accelerate_script import make_model
+from accelerate_script import VOCABULARY, make_model
 from launch import run_ranks
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp.integrations.transformers import Trainer
 
 CHECKPOINT = Path("run") / "checkpoint-3"
 
@@ -74,3 +78,54 @@ def test_two_steps_are_those_of_accelerates_fsdp2_after_an_evaluation_too(tmp_pa
         loss = make_model()(rows, labels=rows).loss
     assert evaluated["evaluation"] == pytest.approx(loss.item(), rel=1e-5) and evaluated["compiled"]
     assert evaluated["losses"] == pytest.approx(own["losses"], rel=1e-6), "the optimizer steps the shards"
+
+
+def seq2seq() -> transformers.T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0
+    )
+    config.decoder_start_token_id = 0
+    return transformers.T5ForConditionalGeneration(config)
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """As docs/accelerate.md has it."""
+
+
+def generated(folder: str) -> list[torch.Tensor]:
+    """On a rank: what is predicted before a training, as a plain model generates it; in it and after."""
+    torch.set_num_threads(1)
+    rows = trainer_script.make_dataset()[:8]
+    settings = transformers.Seq2SeqTrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"version": 2},
+        max_steps=1,
+        predict_with_generate=True,
+        generation_max_length=5,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    options: Any = {"train_dataset": rows, "eval_dataset": rows, "compile_options": {"backend": "eager"}}
+    trainer = Seq2SeqTrainer(seq2seq(), settings, **options)
+    before = trainer.predict(rows).predictions
+    trainer.train()
+    after = trainer.predict(rows).predictions
+    assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    return [torch.from_numpy(before), torch.from_numpy(after)]
+
+
+def test_an_encoder_and_a_decoder_generate_before_and_after_a_training(tmp_path: Path) -> None:
+    (before, after), other = run_ranks(generated, 2, str(tmp_path), backend=None)
+    rows = torch.stack([row["input_ids"] for row in trainer_script.make_dataset()[:8]])
+    expected = seq2seq().generate(rows, max_length=5, do_sample=False)
+    assert torch.equal(before[:, : expected.shape[1]], expected) and not before[:, expected.shape[1] :].any()
+    assert torch.equal(before, other[0]) and torch.equal(after, other[1])

@@ -15,6 +15,7 @@ from typing import Any
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from graph_fsdp.integrations.accelerate import Accelerator, adopt
 
@@ -50,4 +51,6 @@ class Trainer(transformers.Trainer):
         if self.is_fsdp_enabled and isinstance(accelerator, Accelerator) and not accelerator._models:
             assert isinstance(self.model, nn.Module)
             accelerator.prepare_for_evaluation(self.model, self.optimizer)
+            if hasattr(self.model, "generate"):  # as before a training
+                register_fsdp_forward_method(self.model, "generate")
         return super().evaluation_loop(*args, **kwargs)

@@ -35,6 +35,7 @@ from graph_fsdp.module.unit_methods import UnitMethods
 from graph_fsdp.parameters.inputs import cast_floats, on_device
 from graph_fsdp.parameters.mixed_precision import ModulePolicies
 from graph_fsdp.parameters.own_rows import own_rows
+from graph_fsdp.parameters.unshard import unsharded
 from graph_fsdp.passes.repeat.segments import WORTH
 from graph_fsdp.units import Unit
 
@@ -69,7 +70,8 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
         if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
             if _only_calls_the_model(self, method):
                 return
-            value = _compiled_method(cast(nn.Module, self), name, method)
+            made = _whole_in if _calls_the_encoder(self, method) else _compiled_method
+            value = made(cast(nn.Module, self), name, method)
         elif name == "forward" and not torch.compiler.is_compiling() and not self._graph_fsdp.fullgraph:
             value = _forward_in_its_place(cast(nn.Module, self), value)
         super().__setattr__(name, value)
@@ -238,13 +240,25 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
 
 def _only_calls_the_model(module: Any, method: Callable[..., Any]) -> bool:
     """Say whether a method is ``generate`` of a decoder of transformers, or PEFT's: a loop of Python, in which each
-    call of the model is compiled already. transformers' Trainer registers it; an encoder is called by itself, and needs
-    it."""
-    found = getattr(method, "__module__", ""), getattr(method, "__qualname__", "")
-    if found == ("peft.peft_model", "PeftModelForCausalLM.generate"):
+    call of the model is compiled already. transformers' Trainer registers it."""
+    if _name_of(method) == ("peft.peft_model", "PeftModelForCausalLM.generate"):
         return isinstance(module.get_base_model(), GraphFSDPModule)
-    generates = found == ("transformers.generation.utils", "GenerationMixin.generate")
-    return generates and not getattr(module.config, "is_encoder_decoder", False)
+    return _name_of(method) == _GENERATE and not getattr(module.config, "is_encoder_decoder", False)
+
+
+def _calls_the_encoder(module: Any, method: Callable[..., Any]) -> bool:
+    """Say whether a method is transformers' ``generate`` of an encoder and a decoder, or PEFT's: the same loop, which
+    begins with a call of the encoder by itself."""
+    if _name_of(method) == ("peft.peft_model", "PeftModelForSeq2SeqLM.generate"):
+        return True
+    return _name_of(method) == _GENERATE and bool(getattr(module.config, "is_encoder_decoder", False))
+
+
+def _name_of(method: Callable[..., Any]) -> tuple[str, str]:
+    return getattr(method, "__module__", ""), getattr(method, "__qualname__", "")
+
+
+_GENERATE = ("transformers.generation.utils", "GenerationMixin.generate")
 
 
 def _forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,6 +281,17 @@ _COMPILED = {code for f in (_entering, _forward_in_its_place) for code in f.__co
 
 def _call_given(_: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
+
+
+def _whole_in(module: nn.Module, _: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that the user has registered beside forward, in which parameters are whole."""
+
+    @functools.wraps(method)
+    def whole(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with unsharded(self, writeback=False):
+            return method(*args, **kwargs)
+
+    return MethodType(whole, module)
 
 
 def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
