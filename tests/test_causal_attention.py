@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 import graph_fsdp
 from graph_fsdp.engine import full_masks
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.passes.analysis.positions import Affine, Value, is_always_true, is_causal, positions
+from graph_fsdp.passes.analysis.affine import Affine, Value, is_always_true, is_causal
+from graph_fsdp.passes.analysis.positions import positions
 
 _ATTENTION = re.compile(r"scaled_dot_product_attention\((.*?)\)[;\s]")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import fake_process_group
-from models import MLP, WIDTH, MLPBlock
+from models import CASES, MLP, WIDTH, MLPBlock, loss_of
 from programs import ROWS, Custom, WithBuffer, start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -288,3 +288,14 @@ def test_other_files_in_the_folder_are_none_of_programs(folder: Path, text: str)
     for file in folder.glob("*.json"):
         file.write_text(text)
     assert [start(folder).found for _ in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["hf_llama", "hf_gpt2", "hf_bert", "hf_vit"])
+def test_a_program_of_a_transformers_model_is_found(folder: Path, name: str) -> None:
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = graph_fsdp.compile(CASES[name].model(), backend="eager", programs=folder)
+        loss_of(model, CASES[name].batch(ROWS, 0)).backward()
+        found.append(graph_fsdp.inspect(model).graphs[-1].remake is not None)
+    assert found == [False, True]

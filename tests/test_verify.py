@@ -1,7 +1,7 @@
 """The verifier rejects broken passes, and says which pass, invariant, node and parameters.
 
 Each ``Mistake`` is a pass that a user could have written, with one thing wrong: its docstring says what.
-``test_verify_values.py`` has those that change what is computed.
+``test_verify_values.py`` has those that change what is computed, ``test_verify_constants.py`` those that add tensors.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ def warn_of_attention(graph: Graph) -> None:
     keys that is 64 more than a multiple of 128, where all scores of a row are below -88. ``graph``: a joint graph, or
     a forward one.
 
-    A mask comes of tracing, too: a model of transformers that is given positions cannot see in its graph that nothing is
-    packed. Masks that mask nothing more than causality are gone by now (``passes/transforms/causal_attention.py``).
+    A mask comes of tracing, too: a model of transformers that is given positions cannot see in its graph that nothing
+    is packed. Masks that say no more than ``is_causal`` are gone by now (``passes/transforms/causal_attention.py``).
     Source: https://github.com/pytorch/pytorch/issues/196678, found with torch 2.11 to 2.14.
     """
     version = torch.backends.cudnn.version()

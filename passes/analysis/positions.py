@@ -8,82 +8,15 @@ symbolic, and what is found holds for every element. Other values are unknown, a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from graph_fsdp.passes.analysis.affine import FALSE, Affine, Truth, Value, constant_of, each, truth
+
 _INTEGERS = (torch.int64, torch.int32)
-
-
-@dataclass(frozen=True)
-class Affine:
-    """``constant`` plus the sum of ``steps[d]`` times the index of dimension ``-1 - d``: the last dimension comes
-    first, as broadcasting counts. The last step is not 0."""
-
-    constant: int
-    steps: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, constant: int, steps: Iterable[int] = ()) -> Affine:
-        given = list(steps)
-        while given and not given[-1]:
-            given.pop()
-        return cls(constant, tuple(given))
-
-    def step(self, dim: int) -> int:
-        return self.steps[dim] if dim < len(self.steps) else 0
-
-    def __add__(self, other: Affine) -> Affine:
-        pairs = zip_longest(self.steps, other.steps, fillvalue=0)
-        return Affine.of(self.constant + other.constant, [a + b for a, b in pairs])
-
-    def __mul__(self, factor: int) -> Affine:
-        return Affine.of(factor * self.constant, [factor * step for step in self.steps])
-
-    def __sub__(self, other: Affine) -> Affine:
-        return self + other * -1
-
-    def moved(self, dims: Iterable[int | None]) -> Affine:
-        """Return it for a tensor whose dimensions, the last first, were these, or None for a new one."""
-        return Affine.of(self.constant, [0 if dim is None else self.step(dim) for dim in dims])
-
-    def is_never_negative(self, shape: Iterable[Any]) -> bool:
-        """Say whether no element of a tensor of this shape is below 0, however long its symbolic dimensions are."""
-        lowest = self.constant
-        for step, size in zip(self.steps, reversed(tuple(shape)), strict=False):
-            if step < 0 and not isinstance(size, int):
-                return False
-            lowest += min(0, step * (size - 1)) if step < 0 else 0
-        return lowest >= 0
-
-
-Truth: TypeAlias = frozenset[Affine]  # True where all of them are at least 0
-Value: TypeAlias = "Affine | Truth | None"  # None: unknown
-
-_FALSE: Truth = frozenset({Affine(-1)})
-
-
-def _truth(conditions: Iterable[Affine]) -> Truth:
-    left = frozenset(a for a in conditions if a.steps or a.constant < 0)
-    return _FALSE if any(not a.steps for a in left) else left
-
-
-def is_causal(mask: Truth, shape: tuple[Any, ...]) -> bool:
-    """Say whether a mask of this shape is True where, and only where, the last index is at most the one before it."""
-    left = [a for a in mask if not a.is_never_negative(shape)]
-    if len(left) != 1 or len(left[0].steps) != 2:
-        return False
-    (condition,) = left
-    key, query = condition.steps
-    return query > 0 and key == -query and 0 <= condition.constant < query
-
-
-def is_always_true(mask: Truth, shape: tuple[Any, ...]) -> bool:
-    return all(a.is_never_negative(shape) for a in mask)
 
 
 def positions(graph: fx.Graph, inputs: Mapping[fx.Node, Value] | None = None) -> dict[fx.Node, Value]:
@@ -123,31 +56,20 @@ def _of_type(value: Value, dtype: torch.dtype) -> Value:
     """Return the value as one of this dtype; None where it is none of an integer or a boolean tensor."""
     if dtype in _INTEGERS:
         if isinstance(value, frozenset):
-            constant = _constant(value)
+            constant = constant_of(value)
             return None if constant is None else Affine(constant)
         return value
     if dtype == torch.bool:
         if isinstance(value, Affine):
-            return None if value.steps else frozenset() if value.constant else _FALSE
+            return None if value.steps else frozenset() if value.constant else FALSE
         return value
     return None
-
-
-def _constant(value: Value) -> int | None:
-    """Return what all elements are, True as 1; None where they differ, or may."""
-    if isinstance(value, Affine):
-        return None if value.steps else value.constant
-    return {frozenset(): 1, _FALSE: 0}.get(value) if value is not None else None
 
 
 def _within(value: Affine | Truth, shape: torch.Size) -> Value:
     """Drop the steps of dimensions of one element, whose index is 0; these are repeated where tensors meet."""
     dims = [None if isinstance(size, int) and size == 1 else dim for dim, size in enumerate(reversed(shape))]
-    return _each(value, lambda a: a.moved(dims))
-
-
-def _each(value: Affine | Truth, change: Callable[[Affine], Affine]) -> Affine | Truth:
-    return change(value) if isinstance(value, Affine) else _truth(map(change, value))
+    return each(value, lambda a: a.moved(dims))
 
 
 class _Unknown(Exception):
@@ -164,7 +86,7 @@ class _Call:
         if isinstance(argument, fx.Node):
             found = self.known.get(argument)
         elif isinstance(argument, bool):
-            found = frozenset() if argument else _FALSE
+            found = frozenset() if argument else FALSE
         else:
             found = Affine(argument) if isinstance(argument, int) else None
         if found is None:
@@ -240,7 +162,7 @@ def _unsqueeze(call: _Call) -> Value:
     place = -1 - new if new < 0 else dims - new  # in the result, from the last
     order: list[int | None] = list(range(dims))
     order.insert(place, None)
-    return _each(call.value(source), lambda a: a.moved(order))
+    return each(call.value(source), lambda a: a.moved(order))
 
 
 def _getitem(call: _Call) -> Value:
@@ -268,7 +190,7 @@ def _picked(call: _Call, value: Affine | Truth, indices: list[Any], dims: int) -
     def pick(a: Affine) -> Affine:
         return sum((place * a.step(dim) for dim, place in enumerate(places)), Affine(a.constant))
 
-    return _each(value, pick)
+    return each(value, pick)
 
 
 def _sliced(value: Affine | Truth, entries: list[Any], dims: int) -> Value:
@@ -298,7 +220,7 @@ def _sliced(value: Affine | Truth, entries: list[Any], dims: int) -> Value:
         first = a.constant + sum(a.step(d) * start for d, start in enumerate(starts))
         return Affine.of(first, [step * scale for step, scale in zip(moved.steps, scales, strict=False)])
 
-    return _each(value, cut)
+    return each(value, cut)
 
 
 def _diff(call: _Call) -> Value:
@@ -320,7 +242,7 @@ def _diff(call: _Call) -> Value:
 
 def _cumsum(call: _Call) -> Value:
     source = call.node.args[0]
-    constant = _constant(call.value(source))
+    constant = constant_of(call.value(source))
     if constant is None:
         raise _Unknown
     dim = call.from_last(source, call.integer("dim", 1))
@@ -332,55 +254,55 @@ def _triangle(sign: int) -> Callable[[_Call], Value]:
 
     def within(call: _Call) -> Value:
         diagonal = call.integer("diagonal", 1, 0)
-        return _truth({*call.truth(call.node.args[0]), Affine.of(sign * diagonal, [-sign, sign])})
+        return truth({*call.truth(call.node.args[0]), Affine.of(sign * diagonal, [-sign, sign])})
 
     return within
 
 
 def _compared(difference: Callable[[Affine, Affine], Affine]) -> Callable[[_Call], Value]:
-    return lambda call: _truth({difference(*call.two)})
+    return lambda call: truth({difference(*call.two)})
 
 
 def _equal(call: _Call) -> Value:
     a, b = call.two
-    return _truth({a - b, b - a})
+    return truth({a - b, b - a})
 
 
 def _unequal(call: _Call) -> Value:
     a, b = call.two
-    difference = _constant(a - b)
+    difference = constant_of(a - b)
     if difference is None:
         raise _Unknown
-    return frozenset() if difference else _FALSE
+    return frozenset() if difference else FALSE
 
 
 def _and(call: _Call) -> Value:
     a, b = call.node.args
-    return _truth(call.truth(a) | call.truth(b))
+    return truth(call.truth(a) | call.truth(b))
 
 
 def _or(call: _Call) -> Value:
     a, b = map(call.truth, call.node.args)
     if not a or not b:
         return frozenset()
-    if _FALSE not in (a, b):
+    if FALSE not in (a, b):
         raise _Unknown
-    return a if b == _FALSE else b
+    return a if b == FALSE else b
 
 
 def _not(call: _Call) -> Value:
     given = call.truth(call.node.args[0])
     if not given:
-        return _FALSE
+        return FALSE
     if len(given) > 1:
         raise _Unknown
     (condition,) = given
-    return _truth({condition * -1 - Affine(1)})
+    return truth({condition * -1 - Affine(1)})
 
 
 def _times(call: _Call) -> Value:
     a, b = call.two
-    constants = [_constant(a), _constant(b)]
+    constants = [constant_of(a), constant_of(b)]
     if constants[1] is not None:
         return a * constants[1]
     if constants[0] is None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.compat import CHECKPOINT
-from graph_fsdp.passes.analysis.positions import Affine, Value, is_always_true, is_causal, is_written, positions
+from graph_fsdp.passes.analysis.affine import Affine, Value, is_always_true, is_causal
+from graph_fsdp.passes.analysis.positions import is_written, positions
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
