@@ -8,24 +8,28 @@ symbolic, and what is found holds for every element. Other values are unknown, a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from graph_fsdp import compat
 from graph_fsdp.passes.analysis.affine import FALSE, Affine, Truth, Value, constant_of, each, truth
 
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def positions(graph: fx.Graph, inputs: Mapping[fx.Node, Value] | None = None) -> dict[fx.Node, Value]:
-    """Return the values that are known of a graph's nodes. ``inputs``: those of its placeholders."""
-    known: dict[fx.Node, Value] = dict(inputs or {})
+def positions(
+    graph: fx.Graph, inputs: Mapping[fx.Node, Value] | None = None, written: Collection[int] = ()
+) -> dict[fx.Node, Value]:
+    """Return the values that are known of a graph's nodes. ``inputs``: those of its placeholders. ``written``: the
+    storages that ``written_by_index`` has found."""
+    known = {node: value for node, value in (inputs or {}).items() if not _is_written(_sample(node), written)}
     for node in graph.nodes:
         handler = _handler(node)
-        sample = node.meta.get("example_value")
-        if handler is None or not isinstance(sample, Tensor) or is_written(sample):
+        sample = _sample(node)
+        if handler is None or sample is None or _is_written(sample, written):
             continue
         try:
             value = handler(_Call(node, known))
@@ -37,9 +41,23 @@ def positions(graph: fx.Graph, inputs: Mapping[fx.Node, Value] | None = None) ->
     return known
 
 
-def is_written(sample: Tensor) -> bool:
-    """Say whether a value is written into while its graph runs, or may be, by its fake one."""
-    return sample.is_inference() or sample._version > 0
+def written_by_index(graph: fx.Graph) -> set[int]:
+    """Return the storages into which a graph writes by an index. torch 2.9 does not count it in their versions."""
+    samples = (_sample(node.args[0]) for node in graph.find_nodes(op="call_function", target=operator.setitem))
+    return {compat.storage_id(sample) for sample in samples if sample is not None}
+
+
+def _sample(node: Any) -> Tensor | None:
+    """Return the fake value of a node, None where it is no tensor."""
+    sample = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return sample if isinstance(sample, Tensor) else None
+
+
+def _is_written(sample: Tensor | None, written: Collection[int]) -> bool:
+    """Say whether something writes into a value while its graph runs, or may."""
+    if sample is None or sample.is_inference() or sample._version > 0:
+        return True
+    return bool(written) and compat.storage_id(sample) in written
 
 
 def _handler(node: fx.Node) -> Callable[[_Call], Value] | None:
@@ -124,8 +142,8 @@ class _Call:
 
     def dims(self, argument: Any) -> int:
         """Return the number of dimensions of a tensor."""
-        sample = argument.meta.get("example_value") if isinstance(argument, fx.Node) else None
-        if not isinstance(sample, Tensor):
+        sample = _sample(argument)
+        if sample is None:
             raise _Unknown
         return sample.dim()
 
@@ -233,8 +251,8 @@ def _diff(call: _Call) -> Value:
     step = Affine(values.step(dim))
     if prepend is not None:
         first = values.moved([None if d == dim else d for d in range(len(values.steps))])
-        sample = prepend.meta.get("example_value") if isinstance(prepend, fx.Node) else None
-        is_one = isinstance(sample, Tensor) and sample.dim() > dim and sample.shape[-1 - dim] == 1
+        sample = _sample(prepend)
+        is_one = sample is not None and sample.dim() > dim and sample.shape[-1 - dim] == 1
         if not is_one or first - call.affine(prepend) != step:
             raise _Unknown
     return step

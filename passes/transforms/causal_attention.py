@@ -8,7 +8,7 @@ several sequences in one row, and have a mask in every graph that has no cache.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from graph_fsdp.compat import CHECKPOINT
 from graph_fsdp.passes.analysis.affine import Affine, Value, is_always_true, is_causal
-from graph_fsdp.passes.analysis.positions import is_written, positions
+from graph_fsdp.passes.analysis.positions import positions, written_by_index
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
@@ -45,19 +45,31 @@ class CausalAttention(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> str:
         inputs: dict[fx.Node, Value] = {}
         for node in graph.placeholders:
-            if FULL in node.meta and not is_written(sample := node.meta["example_value"]):
-                inputs[node] = frozenset() if sample.dtype == torch.bool else Affine(1)
-        return f"{_leave_out_masks(graph.fx_graph, inputs)} masks of attention left out"
+            if FULL in node.meta:
+                inputs[node] = frozenset() if node.meta["example_value"].dtype == torch.bool else Affine(1)
+        written = set().union(*map(written_by_index, _with_bodies(graph.fx_graph)))
+        return f"{_leave_out_masks(graph.fx_graph, inputs, written)} masks of attention left out"
 
 
-def _leave_out_masks(graph: fx.Graph, inputs: Mapping[fx.Node, Value]) -> int:
-    """Edit a graph and those of its checkpoints. ``inputs``: what is known of placeholders. Return how many masks were
-    left out."""
+def _with_bodies(graph: fx.Graph) -> Iterator[fx.Graph]:
+    yield graph
+    for node in graph.find_nodes(op="call_function", target=CHECKPOINT):
+        yield from _with_bodies(_body(node))
+
+
+def _body(checkpoint: fx.Node) -> fx.Graph:
+    body: fx.Graph = getattr(checkpoint.graph.owning_module, str(operand(checkpoint).target)).graph
+    return body
+
+
+def _leave_out_masks(graph: fx.Graph, inputs: Mapping[fx.Node, Value], written: Collection[int]) -> int:
+    """Edit a graph and those of its checkpoints. ``inputs``: what is known of placeholders. ``written``: storages that
+    may change. Return how many masks were left out."""
     attentions = [node for node in graph.nodes if node.target is _ATTENTION]
     checkpoints = [node for node in graph.nodes if node.target is CHECKPOINT]
     if not attentions and not checkpoints:
         return 0
-    known = positions(graph, inputs)
+    known = positions(graph, inputs, written)
     unread = set(known)
     changed = 0
     for node in attentions:
@@ -68,11 +80,10 @@ def _leave_out_masks(graph: fx.Graph, inputs: Mapping[fx.Node, Value]) -> int:
             changed += 1
     bodies: dict[fx.Graph, list[list[Value]]] = {}  # what is known of the operands of each call
     for node in checkpoints:
-        body = getattr(graph.owning_module, str(operand(node).target)).graph
-        bodies.setdefault(body, []).append([known.get(argument) for argument in node.args[1:]])
+        bodies.setdefault(_body(node), []).append([known.get(argument) for argument in node.args[1:]])
     for body, calls in bodies.items():
         taken = zip((node for node in body.nodes if node.op == "placeholder"), *calls, strict=False)
-        changed += _leave_out_masks(body, {own: values[0] for own, *values in taken if len(set(values)) == 1})
+        changed += _leave_out_masks(body, {own: values[0] for own, *values in taken if len(set(values)) == 1}, written)
     if changed:
         for node in reversed(graph.nodes):
             if node in unread and not node.users and node.op != "placeholder":
