@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pkgutil
+import types
 from typing import Any
 
 import torch
@@ -28,10 +30,17 @@ def name_of_function(target: Any) -> str | None:
     """Return the name under which torch or a module of Python has a function, "torch.relu"; None where it has none, or
     another function by that name."""
     try:
-        name = str(_get_qualified_name(target))
+        is_builtin = isinstance(target, types.BuiltinFunctionType) and target.__module__ == "builtins"
+        name = f"builtins.{target.__name__}" if is_builtin else str(_get_qualified_name(target))
         return name if pkgutil.resolve_name(name) is target else None
     except (AttributeError, ImportError, RuntimeError, ValueError):
         return None
+
+
+def is_tensors(attribute: str) -> bool:
+    """Say whether an attribute, as "mT", is one that torch computes of a tensor: nobody can make another in Python."""
+    found = inspect.getattr_static(torch.Tensor, attribute, None)
+    return isinstance(found, types.GetSetDescriptorType) and found.__objclass__ is torch._C.TensorBase
 
 
 def replaced_operators() -> list[str]:

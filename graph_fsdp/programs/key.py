@@ -119,6 +119,8 @@ def _called(node: fx.Node) -> str:
     if compat.namespace_of(target) not in (None, *NAMESPACES):
         raise Unknown(f"the operator {target}, which torch has not registered")
     name = compat.name_of_function(target)
+    if target is getattr and not compat.is_tensors(str(node.args[1])):
+        raise Unknown(f"the attribute {node.args[1]}, which is not one of torch.Tensor's own")
     if name is None or not (name.startswith("torch.") or name.startswith(_OF_PYTHON)):
         raise Unknown(f"a call of {name or target}")
     if not compat.is_torchs(target):
