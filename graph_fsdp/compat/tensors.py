@@ -224,6 +224,12 @@ def forget_fake_values(shape_envs: Iterable[Any]) -> None:
         shape_env.tracked_fakes = None
 
 
+def change_when_read(value: torch.Tensor, conjugated: bool, negated: bool) -> None:
+    """Say of a tensor that its values are conjugated, or negated, when they are read."""
+    torch._C._set_conj(value, conjugated)
+    torch._C._set_neg(value, negated)
+
+
 def fake_tensor(
     mode: FakeTensorMode,
     shape: Sequence[int],

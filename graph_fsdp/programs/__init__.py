@@ -9,7 +9,7 @@ level INFO what it was. On a cold start the first rank makes the program of a mo
 equal key take it through the store of the process group (``engine/sharing.py``).
 
 Not kept are programs of symbolic sizes, of graphs that write to their inputs (BatchNorm in training) or return views,
-with constants or graphs within them, of tensor-parallel models and of ``fullgraph=False``.
+with graphs or large constants within them, of tensor-parallel models and of ``fullgraph=False``.
 
 Files are JSON, for the user alone, and nothing in them is run as code (``folder.py``, ``passes/ir/portable.py``). Ranks
 agree on what they have found as on what they have made. Nothing is removed: delete the folder to have it empty.

@@ -33,7 +33,7 @@ from graph_fsdp.programs.plain import Unknown, is_own, plain
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
-FORMAT = 2  # of the files
+FORMAT = 3  # of the files
 _NUMBERED = re.compile(r"graph_fsdp_forward_\d+")  # a function of this process (engine/dynamo.py)
 _OF_PYTHON = ("_operator.", "operator.", "math.", "builtins.")
 _TRACED_IN = ("Autograd", "Autocast", "CompositeImplicit")  # dispatch keys whose functions a trace sees through

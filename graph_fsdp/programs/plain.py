@@ -26,7 +26,7 @@ def plain(value: Any, names: Names, nodes: Mapping[fx.Node, str] | None = None) 
         Unknown: it is a function, or an object of a class that is not this package's.
     """
     kind = type(value)
-    if value is None or value is ... or kind in (bool, int, float, str, bytes):
+    if value is None or value is ... or kind in (bool, int, float, complex, str, bytes):
         return repr(value)
     if isinstance(value, fx.Node) and nodes is not None:
         return nodes[value]

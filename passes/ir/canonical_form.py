@@ -94,14 +94,15 @@ def _describe_argument(argument: Any, names: dict[fx.Node, int]) -> Hashable:
 _INTEGERS = frozenset({int})
 
 
-def describe_value(value: Any, *, storage: bool = False) -> Hashable:
-    """Return all that is known of the fake tensors of a value, and with ``storage`` the bytes of what each lies in.
+def describe_value(value: Any, *, storage: bool = False, unread: bool = False) -> Hashable:
+    """Return all that is known of the fake tensors of a value, and with ``storage`` the bytes of what each lies in;
+    with ``unread`` also whether each is a view that is conjugated, or negated, when it is read.
 
     Raises:
         NotDescribed: that is more than is written down here.
     """
     if isinstance(value, (tuple, list)):
-        return tuple([describe_value(item, storage=storage) for item in value])
+        return tuple([describe_value(item, storage=storage, unread=unread) for item in value])
     if type(value) is not compat.FakeTensor or value.layout is not torch.strided:
         raise NotDescribed(f"a {type(value).__name__}, not an ordinary tensor")
     sizes = (*value.shape, *value.stride(), value.storage_offset())
@@ -109,6 +110,8 @@ def describe_value(value: Any, *, storage: bool = False) -> Hashable:
         sizes = (*sizes, value.untyped_storage().nbytes())
     if not _INTEGERS.issuperset(map(type, sizes)):
         raise NotDescribed("of symbolic size")
-    if value.constant is not None or value.is_conj() or value.is_neg():
+    when_read = (value.is_conj(), value.is_neg())
+    if value.constant is not None or (any(when_read) and not unread):
         raise NotDescribed("a constant, or a view that is conjugated or negated when it is read")
-    return (len(value.shape), sizes, value.dtype, value.device, value.requires_grad)
+    described = (len(value.shape), sizes, value.dtype, value.device, value.requires_grad)
+    return (*described, *when_read) if unread else described

@@ -5,12 +5,15 @@ in, records by their fields. Nothing that is read is code: an operator is looked
 package's, and a name that is no name is refused.
 
 Process groups are called otherwise on each rank, and devices have other indices: both are written by what they are for
-(``Names``). A graph of which more is known than is written here is refused (``NotPortable``): symbolic sizes,
-constants, graphs within it, tensor subclasses, operators that others have registered.
+(``Names``). Constants, as those of ``torch.tensor([1, 2])``, are written by their bytes. A graph of which more is known
+than is written here is refused (``NotPortable``): symbolic sizes, graphs within it, tensor subclasses, operators that
+others have registered.
 """
 
 from __future__ import annotations
 
+import base64
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -39,6 +42,7 @@ _KINDS_OF_LITERALS = (torch.dtype, torch.layout, torch.memory_format)
 _LITERALS: dict[str, Any] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, _KINDS_OF_LITERALS)
 }
+_CONSTANT = 1 << 20  # bytes that a constant may have: code that names its values has few
 _RECORD = [field.name for field in fields(NodeRecord)]
 
 
@@ -72,8 +76,12 @@ class Names:
         return device.type
 
     def device_of(self, text: str) -> torch.device:
+        """Return the device of a text that ``of_device`` gave. Raises ValueError for any other."""
         kind, _, index = text.partition(":")
-        return self.device if index == "own" and kind == self.device.type else torch.device(kind)
+        try:
+            return self.device if index == "own" and kind == self.device.type else torch.device(kind)
+        except RuntimeError:
+            raise ValueError(f"{text!r} is no device") from None
 
 
 def operator_name(target: Any) -> str:
@@ -122,12 +130,17 @@ class _Writer:
         self._alive: list[Any] = []  # memory is known by its address
 
     def graph(self, graph: Graph) -> dict[str, Any]:
+        constants = {
+            str(node.target): self._constant(node, getattr(graph.module, str(node.target), None))
+            for node in graph.fx_graph.find_nodes(op="get_attr")
+        }
         nodes = [self._node(node) for node in graph.fx_graph.nodes]
         found = {name: self.argument(getattr(graph, name)) for name in _FOUND}
         return {
             "phase": graph.phase,
             "facts": sorted(graph.facts),
             "found": found,
+            "constants": constants,
             "nodes": nodes,
             "texts": list(self._texts),
             "metas": self._said,
@@ -136,15 +149,25 @@ class _Writer:
         }
 
     def _node(self, node: fx.Node) -> list[Any]:
-        if node.op == "get_attr" or node.op == "call_module":
-            raise NotPortable(f"{node} is a constant or a graph within it")
         target = operator_name(node.target) if node.op == "call_function" else str(node.target)
-        if node.op not in ("call_function", "placeholder", "output"):
+        if node.op not in ("call_function", "get_attr", "placeholder", "output"):
             raise NotPortable(f"{node} is a {node.op}")
         args, kwargs = self._arguments(node)
         meta = [self._said_once(key, value) for key, value in node.meta.items() if key not in _LEFT_OUT]
         self._places[node] = len(self._places)
         return [node.name, node.op, self._text(target), args, kwargs, meta]
+
+    def _constant(self, node: fx.Node, value: Any) -> list[Any]:
+        if isinstance(value, fx.GraphModule):
+            raise NotPortable(f"{node} is a graph within it")
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.is_contiguous():
+            raise NotPortable(f"{node} is a constant that is no ordinary tensor")
+        if value.requires_grad or value.is_conj() or value.is_neg() or value.nbytes > _CONSTANT:
+            raise NotPortable(f"{node} is a constant of {value.nbytes} bytes, or one that is more than its bytes")
+        with compat.without_dispatch_modes():
+            data = bytes(value.cpu().reshape(-1).view(torch.uint8).tolist())
+        layout = [str(value.dtype).removeprefix("torch."), self._names.of_device(value.device), *value.shape]
+        return [base64.b64encode(data).decode(), *layout]
 
     def _arguments(self, node: fx.Node) -> tuple[Any, Any]:
         groups: set[int] = set()
@@ -164,6 +187,8 @@ class _Writer:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
+        if kind is complex:
+            return ["complex", value.real, value.imag]
         if isinstance(value, fx.Node):
             return ["n", self._places[value]]
         if isinstance(value, torch.Size):
@@ -220,10 +245,10 @@ class _Writer:
         if value is None or type(value) in (bool, int, float):
             return value
         try:
-            described: Any = describe_value(value)
+            described: Any = describe_value(value, unread=True)
         except NotDescribed as reason:
             raise NotPortable(f"a value is {reason}") from None
-        _, sizes, dtype, device, requires_grad = described
+        _, sizes, dtype, device, *bits = described
         memory = self._memory.setdefault(compat.storage_id(value), len(self._memory))
         if memory == len(self._sizes):
             self._sizes.append(value.untyped_storage().nbytes())
@@ -231,7 +256,7 @@ class _Writer:
         key = (described, memory)
         if key not in self._values:
             self._values[key] = len(self._written)
-            layout = [str(dtype).removeprefix("torch."), self._names.of_device(device), requires_grad, memory]
+            layout = [str(dtype).removeprefix("torch."), self._names.of_device(device), memory, *bits]
             self._written.append([value.dim(), *sizes, *layout])
         return ["v", self._values[key]]
 
@@ -270,6 +295,7 @@ class _Reader:
             "t": lambda given: tuple([self._argument(item) for item in given]),
             "size": lambda given: torch.Size(given),
             "d": lambda given: {self._argument(key): self._argument(item) for key, item in given},
+            "complex": lambda given: complex(*given),
             "slice": lambda given: slice(*map(self._argument, given)),
             "torch": lambda given: _LITERALS[given[0]],
             "device": lambda given: names.device_of(given[0]),
@@ -289,6 +315,8 @@ class _Reader:
         graph = fx.Graph()
         for name, op, target, args, kwargs, meta in self._data["nodes"]:
             called = self._target(target) if op == "call_function" else self._texts[target]
+            if op == "get_attr" and called not in self._data["constants"]:
+                raise ValueError(f"{called!r} is no constant of the graph")
             given = tuple([self._argument(value) for value in args])
             named = {key: self._argument(value) for key, value in kwargs.items()} if kwargs else {}
             node = graph.create_node(op, called, given, named, name)
@@ -305,11 +333,22 @@ class _Reader:
                 key, value = self._said[said]
                 found[key] = value
             self._nodes.append(node)
-        made = Graph(compat.module_of(graph), self._data["phase"])
+        constants = {name: self._constant(*written) for name, written in self._data["constants"].items()}
+        made = Graph(compat.module_of(graph, constants), self._data["phase"])
         made.facts = frozenset(self._data["facts"])
         for name in _FOUND:
             setattr(made, name, self._argument(self._data["found"][name]))
         return made
+
+    def _constant(self, text: str, dtype: str, device: str, *shape: int) -> torch.Tensor:
+        kind, data = _LITERALS[dtype], base64.b64decode(text, validate=True)
+        if math.prod(shape) * kind.itemsize != len(data):
+            raise ValueError(f"a constant of {dtype} and shape {shape} has {len(data)} bytes")
+        made = torch.tensor(list(data), dtype=torch.uint8, device="cpu").view(kind).reshape(shape)
+        where = self._names.device_of(device)
+        if where not in (torch.device("cpu"), self._names.device):
+            raise ValueError(f"a constant is on {where}")
+        return made.to(where)
 
     def _target(self, number: int) -> Any:
         if number not in self._targets:
@@ -335,7 +374,7 @@ class _Reader:
             return value
         if value[0] != "v":
             return (list if value[0] == "l" else tuple)(map(self._value, value[1:]))
-        dim, *sizes, dtype, device, requires_grad, memory = self._data["values"][value[1]]
+        dim, *sizes, dtype, device, memory, requires_grad, conjugated, negated = self._data["values"][value[1]]
         shape, stride, offset = sizes[:dim], sizes[dim : 2 * dim], sizes[-1]
         if memory not in self._memory:
             nbytes = self._data["memory"][memory]
@@ -345,4 +384,6 @@ class _Reader:
         where = self._devices[device]
         lies_in = self._memory[memory], offset
         made = compat.fake_tensor(self._mode, shape, stride, _LITERALS[dtype], where, *lies_in)
+        if conjugated or negated:
+            compat.change_when_read(made, conjugated, negated)
         return made.requires_grad_() if requires_grad else made

@@ -1,7 +1,7 @@
 """Keys of a graph's regions are kept with it, so that a start that finds it need not look at what each node computes.
 
-Regions that are equal have one key in the file. Which operators a region calls is read from its nodes: a key knows them
-by their ids in this process.
+Regions that are equal have one key in the file. Which operators a region calls, and which constants it reads, is read
+from its nodes: a key knows them by their ids in this process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cut_with_keys(graph: Graph, data: Mapping[str, Any], names: Names) -> list[S
     known = [(body, tuple(returned), tuple(map(names.device_of, devices))) for body, returned, devices in data["keys"]]
     for region, number in zip(_regions(steps), data["of"], strict=True):
         body, returned, devices = known[number]
-        called = tuple([id(node.target) for node in region.body])
+        called = tuple([id(region.called(node)) for node in region.body])
         region.keys[graph.phase] = RegionKey(graph.phase, body, called, returned, devices)
     return steps
 

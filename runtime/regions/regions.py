@@ -77,6 +77,10 @@ class Region:
         graph.output(tuple(copies[node] for node in self.outputs))
         return fx.GraphModule(self.owner, graph)
 
+    def called(self, node: fx.Node) -> Any:
+        """Return what a node of the body calls, or the constant that it reads."""
+        return operator.attrgetter(str(node.target))(self.owner) if node.op == "get_attr" else node.target
+
     @cached_property
     def keys(self) -> dict[str, RegionKey]:
         """Hold the region's key by the kind of its graph."""
@@ -246,7 +250,7 @@ def region_key(region: Region, kind: str) -> RegionKey:
         return tuple(map(value_key, value)) if isinstance(value, (list, tuple)) else str(value)
 
     def target(node: fx.Node) -> str:
-        value = operator.attrgetter(str(node.target))(region.owner) if node.op == "get_attr" else node.target
+        value = region.called(node)
         called.append(id(value))
         if node.op == "get_attr":
             return "constant"

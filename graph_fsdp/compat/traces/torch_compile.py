@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import keyword
 import logging
 import operator
 import os
@@ -299,9 +300,15 @@ def aot_autograd_settings() -> dict[str, Any]:
     return settings
 
 
-def module_of(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """Return a module of a graph without constants, which writes its code when asked, under ``tracing_options``."""
-    return _make_graph_module(torch.nn.Module(), graph)
+def module_of(graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor] | None = None) -> torch.fx.GraphModule:
+    """Return a module of a graph with these constants, which writes its code when asked, under ``tracing_options``.
+    Raises ValueError for a name of a constant that is no name of Python's, KeyError for one that a module has."""
+    owner = torch.nn.Module()
+    for name, value in (constants or {}).items():
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ValueError(f"{name!r} is no name of a constant")
+        owner.register_buffer(name, value)
+    return _make_graph_module(owner, graph)
 
 
 def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
