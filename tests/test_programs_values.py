@@ -1,4 +1,4 @@
-"""Programs with constants, complex numbers or attributes of tensors are kept, and found for equal ones alone."""
+"""Programs with constants, complex numbers and so on are kept, and found for equal ones alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from models import WIDTH
 from programs import ROWS, start
 from torch import Tensor, nn, tensor
 from torch.fx import Graph, GraphModule
+from torch.nn.functional import group_norm
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.portable import Names
 from graph_fsdp.programs.folder import Folder
-from graph_fsdp.programs.key import _graph_lines
+from graph_fsdp.programs.key import graph_lines
 from graph_fsdp.programs.plain import Unknown
 from graph_fsdp.programs.program import KeptProgram
 
@@ -97,6 +98,7 @@ VALUES: dict[str, tuple[Function, Function]] = {
     "nothing": (lambda x: x + tensor([]).sum(), lambda x: x + tensor([[]]).sum()),
     "a complex number": (turned(1 + 2j), turned(1 - 2j)),
     "a conjugated view": (turned_by_angles(0.5), turned_by_angles(0.25)),
+    "a number of groups": (lambda x: group_norm(x, 2), lambda x: group_norm(x, 4)),
     "an attribute": (part("real"), part("imag")),
 }
 
@@ -136,7 +138,7 @@ def test_a_graph_within_a_program_is_not_kept(folder: Path, caplog: pytest.LogCa
 
 
 def test_a_large_constant_is_not_kept(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setattr("graph_fsdp.passes.ir.portable._CONSTANT", 4)
+    monkeypatch.setattr("graph_fsdp.passes.ir.portable.LARGEST_CONSTANT", 4)
     with caplog.at_level(logging.INFO, "graph_fsdp"):
         start(folder, lambda: Between(typed(torch.float32)))
     assert f"_tensor_constant0 is a constant of {4 * WIDTH} bytes" in caplog.text
@@ -191,7 +193,7 @@ def test_a_constant_has_its_bytes_when_it_is_read(folder: Path, monkeypatch: pyt
     for _ in range(2):
         start(folder, lambda: Between(typed(torch.bfloat16)))
     for graph in read[0].graphs:
-        constant = graph.module._tensor_constant0
+        constant = dict(graph.module.named_buffers())["_tensor_constant0"]
         assert type(constant) is Tensor and constant.dtype is torch.bfloat16 and constant.tolist() == [2.0] * WIDTH
 
 
@@ -209,7 +211,7 @@ def lines_with(attribute: str) -> list[str]:
     graph = Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(getattr, (x, attribute)),))
-    return list(_graph_lines(GraphModule({}, graph), Names({}, torch.device("cpu"))))
+    return list(graph_lines(GraphModule({}, graph), Names({}, torch.device("cpu"))))
 
 
 def test_an_attribute_is_known_where_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def key_of(
     options = (engine.reshard_after_forward, engine.whole, engine.cuda_graphs is not None, suffix)
     return {
         "format": str(FORMAT),
-        "graph": _digest(_graph_lines(module, names)),
+        "graph": _digest(graph_lines(module, names)),
         "inputs": _digest(_input_lines(module, inputs, names)),
         "model": _digest([plain(model, names)]),
         "options": plain(options, names),
@@ -84,7 +84,7 @@ def _digest(lines: Any) -> str:
 # Dynamo's graph
 
 
-def _graph_lines(module: fx.GraphModule, names: Names) -> Iterator[str]:
+def graph_lines(module: fx.GraphModule, names: Names) -> Iterator[str]:
     known: dict[fx.Node, str] = {}
     groups = {name: f"group {what}" for what, name in names.groups.items()}
     for node in module.graph.nodes:
@@ -94,7 +94,7 @@ def _graph_lines(module: fx.GraphModule, names: Names) -> Iterator[str]:
             if not isinstance(inner, fx.GraphModule):
                 raise Unknown(f"the constant {node.target}")
             yield f"%{node.name} = graph {_circumstances(inner, names)}"
-            yield from (f"  {line}" for line in _graph_lines(inner, names))
+            yield from (f"  {line}" for line in graph_lines(inner, names))
             continue
         target = _called(node)
         args = node.args

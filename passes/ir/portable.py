@@ -42,7 +42,7 @@ _KINDS_OF_LITERALS = (torch.dtype, torch.layout, torch.memory_format)
 _LITERALS: dict[str, Any] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, _KINDS_OF_LITERALS)
 }
-_CONSTANT = 1 << 20  # bytes that a constant may have: code that names its values has few
+LARGEST_CONSTANT = 1 << 20  # bytes that a constant may have: code that names its values has few
 _RECORD = [field.name for field in fields(NodeRecord)]
 
 
@@ -162,7 +162,7 @@ class _Writer:
             raise NotPortable(f"{node} is a graph within it")
         if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.is_contiguous():
             raise NotPortable(f"{node} is a constant that is no ordinary tensor")
-        if value.requires_grad or value.is_conj() or value.is_neg() or value.nbytes > _CONSTANT:
+        if value.requires_grad or value.is_conj() or value.is_neg() or value.nbytes > LARGEST_CONSTANT:
             raise NotPortable(f"{node} is a constant of {value.nbytes} bytes, or one that is more than its bytes")
         with compat.without_dispatch_modes():
             data = bytes(value.cpu().reshape(-1).view(torch.uint8).tolist())
@@ -171,7 +171,7 @@ class _Writer:
 
     def _arguments(self, node: fx.Node) -> tuple[Any, Any]:
         groups: set[int] = set()
-        if isinstance(node.target, compat.OpOverload):
+        if isinstance(node.target, compat.OpOverload) and node.target.namespace not in ("aten", "prims"):
             named = by_name(node.target, node.args, {})
             groups = {place for place, name in enumerate(named) if name.endswith("group") or name == "group_name"}
             if any(name.endswith("group") or name == "group_name" for name in node.kwargs):
