@@ -53,6 +53,12 @@ class GatheredBytes(Held):
     def count(self, kind: str) -> None:
         self.collectives[kind] += 1
 
+    def hold(self, buffer: Tensor) -> None:
+        """Count ``buffer``, which outlives a run, as gathered until nobody refers to its memory."""
+        self.add(buffer.nbytes)
+        # On the storage: what is held may be a view of the buffer.
+        weakref.finalize(buffer.untyped_storage(), self.add, -buffer.nbytes)
+
     def reset(self) -> None:
         """Forget the peaks and counts; what is held now stays counted."""
         for held in (self, self.landing, self.slots):
@@ -169,13 +175,11 @@ class Slots:
 
     def hold(self, buffer: Tensor, escapes: bool) -> None:
         """Count ``buffer`` as gathered, until ``free`` or, if it escapes the run, until nobody refers to it."""
-        nbytes = buffer.nbytes
-        self.counter.add(nbytes)
         if escapes:
-            # On the storage: what the user holds on to may be a view of the buffer.
-            weakref.finalize(buffer.untyped_storage(), self.counter.add, -nbytes)
+            self.counter.hold(buffer)
         else:
-            self._gathered += nbytes
+            self.counter.add(buffer.nbytes)
+            self._gathered += buffer.nbytes
 
     def free(self, buffer: Tensor) -> None:
         nbytes = buffer.nbytes

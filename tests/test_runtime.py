@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,27 @@ def changes(view: GraphView) -> list[int]:
     gathered = [(row.start, row.nbytes) for row in view.buckets if row.kind == "gather"]
     freed = [(row.free, -row.nbytes) for row in view.buckets if row.free is not None]
     return [change for _, change in sorted(gathered + freed)]
+
+
+@pytest.mark.parametrize("how", ["unshard", "set_reshard_after_backward", "unsharded"])
+def test_units_that_are_whole_before_forward_count_as_gathered(fake_group: None, how: str) -> None:
+    model: Any = compiled(MLP(depth=3))
+    units, everything = [*model.blocks, model], 3 * BLOCK + HEAD
+    if how == "unsharded":
+        with graph_fsdp.unsharded(model):
+            assert counter_of(model).current == everything
+    elif how == "unshard":
+        for unit in units:
+            unit.unshard()
+        assert counter_of(model).current == everything
+    else:
+        model.set_reshard_after_backward(False)
+    model(batch()).sum().backward()
+    assert counter_of(model).current == (everything if how == "set_reshard_after_backward" else 0)
+    assert graph_fsdp.inspect(model).peak_gathered_bytes == everything
+    for unit in units:
+        unit.reshard()
+    assert counter_of(model).current == 0
 
 
 # Nothing is left gathered

@@ -123,7 +123,9 @@ class UnshardedUnits:
         layout = GatherLayout.make(offsets, numels, bucket.shard_numel, bucket.world_size, messages)
         group = compat.resolve_group(bucket.mesh.group)
         self.counter.count("all_gather")
-        return start_all_gather([p.input for p in members], layout, dtype, group, comm=comm)
+        pending = start_all_gather([p.input for p in members], layout, dtype, group, comm=comm)
+        self.counter.hold(pending.buffer)
+        return pending
 
     def finish(self, unit: str) -> None:
         """Wait for the gathers of a unit, and put the whole parameters into its modules."""
