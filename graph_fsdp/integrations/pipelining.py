@@ -30,7 +30,8 @@ class PipelineStage(TorchStage):
     schedule divides a backward into that of inputs and that of weights (zero bubble), two programs run it.
 
     Where a stage raises, and its process goes on, the ranks of the others get a ``RankFailure`` with its error, on the
-    CPU. An error of the schedule's ``loss_fn`` is not told: the stage does not call it.
+    CPU. The schedule calls its ``loss_fn``, not the stage: an error of it is told where its body is in a block
+    ``with stage.telling("the loss"):``.
 
     Raises:
         TypeError: ``submodule`` is no compiled model.
@@ -51,7 +52,8 @@ class PipelineStage(TorchStage):
         self._failures = stage_failures(self.group, self.device)
 
     def telling(self, what: str) -> AbstractContextManager[None]:
-        """Return a context whose errors the other stages get to know."""
+        """Return a context whose errors the ranks of the other stages get to know; ``what``: what runs in it. Such an
+        error comes out of it as it is, and what follows another stage's as ``RankFailure``."""
         if self._failures is None:
             return nullcontext()
         return self._failures.telling(f"{what} of stage {self.stage_index}", self._lockstep)
@@ -80,7 +82,9 @@ class PipelineStage(TorchStage):
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
         """Return where the stages are. The schedule sets it, and torch reads it before the first communication, which
-        would wait for ever where ranks made other stages."""
+        would wait for ever where ranks made other stages, and would fail where a stage has failed before."""
+        if self._failures is not None:
+            self._failures.check()
         due = self._ranks.get(self.stage_index, self.group_rank)
         if due != self.group_rank:
             mine = [stage for stage, rank in self._ranks.items() if rank == self.group_rank]

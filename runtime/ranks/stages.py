@@ -35,12 +35,16 @@ class StageFailures:
         self.failures = failure.Failures(ranks, compat.default_store(), base)
         self.failure: RankFailure | None = None
 
+    def check(self) -> None:
+        """Raise RankFailure where a stage has failed before."""
+        if self.failure is not None:
+            raise RankFailure(str(self.failure))
+
     @contextlib.contextmanager
     def telling(self, where: str, lockstep: Lookout | None) -> Iterator[None]:
         """Tell the other stages if the body raises, which is ``where``, and the ranks of ``lockstep``, which have this
-        stage, too. Raises RankFailure in place of an error of the process group."""
-        if self.failure is not None:
-            raise RankFailure(str(self.failure))
+        stage, too. Raises RankFailure in place of an error of the process group, and where torch wraps one."""
+        self.check()
         try:
             yield
         except BaseException as error:
@@ -66,7 +70,7 @@ class StageFailures:
             self.failure = RankFailure(str(inner) if is_told else f"{mine}; {failure.ADVICE}")
         if lockstep is not None and not is_told:
             lockstep.stop(self.failure, mine)
-        return self.failure if of_group else None
+        return self.failure if of_group or (wrapped is not None and isinstance(inner, RankFailure)) else None
 
     def watched(self, messages: list[dist.P2POp], where: str, lockstep: Lookout | None) -> list[dist.P2POp]:
         """Return the same messages, whose errors are told, where the host waits for them."""
