@@ -38,12 +38,17 @@ class Stage(PipelineStage):
 
 
 def pipeline(schedule: Any) -> Callable[[], None]:
-    """A step of a pipeline of two stages, each on two ranks: 0 and 1, 2 and 3."""
+    """A step of a pipeline of two stages, each on two ranks: 0 and 1, 2 and 3. Its loss is told as docs say."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(0)
     model, place = graph_fsdp.compile(Part(), mesh["dp"], backend="eager"), mesh["pp"].get_local_rank()
     stage = Stage(model, place, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    running = schedule(stage, 4, loss_fn=nn.functional.mse_loss)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        with stage.telling("the loss"):
+            return struck(nn.functional.mse_loss(output, target), "loss")
+
+    running = schedule(stage, 4, loss_fn=loss_fn)
     data = torch.randn(8, 16)
     return lambda: running.step(data) if place == 0 else running.step(target=data)
 
@@ -80,6 +85,14 @@ def a_stage_raises_in_backward() -> None:
     is_told(step, 1, "backward of stage 0")
 
 
+def a_loss_raises() -> None:
+    step = pipeline(Schedule1F1B)
+    step()
+    if rank() == 3:
+        FAULTS["loss"] = fail
+    is_told(step, 3, "the loss of stage 1")
+
+
 def a_stage_raises_while_shapes_are_found() -> None:
     step = pipeline(Schedule1F1B)
     if rank() == 2:
@@ -87,7 +100,10 @@ def a_stage_raises_while_shapes_are_found() -> None:
     is_told(step, 2, "the search for shapes of stage 1")
 
 
-ALONE = (a_stage_raises_in_forward, a_stage_raises_in_backward, a_stage_raises_while_shapes_are_found)
+ALONE = (
+    *(a_stage_raises_in_forward, a_stage_raises_in_backward, a_loss_raises),
+    a_stage_raises_while_shapes_are_found,
+)
 
 
 def raise_in_stages() -> None:
