@@ -218,6 +218,18 @@ def gathered_as_counted(case: str, reshard: bool | None, prefetch: int) -> None:
     assert min(counted)[0] > 0
 
 
+def test_units_that_are_whole_are_gathered_throughout(fake_group: None) -> None:
+    case = SMALL_CASES["uneven"]
+    model = graph_fsdp.compile(case.model(), backend="eager")
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    loss_of(model, case.batch(4, 0)).backward()
+    counter = engine_of(model).counter
+    assert counter.peak == counter.current > 0
+    for profile in profiles(model):
+        assert set(profile.timeline["gathered"]) == {counter.peak}
+        assert "whole units" in [holder.node for holder in profile.holders]
+
+
 @FACTS
 def gathered_bytes_are_those_that_the_executor_counts_on_ranks() -> None:
     gathered_as_counted("uneven", None, prefetch=1)

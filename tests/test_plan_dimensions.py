@@ -205,10 +205,20 @@ def test_memory_of_a_stage_grows_with_the_microbatches_in_flight() -> None:
 def test_parameters_that_can_be_whole_are_gathered_once() -> None:
     made = planned("dp_shard=2,cp=2")
     (stage,) = made.stages
-    parameters = made.plans[0].spec.parameters.values()
-    assert stage.gather > 0 and stage.held["gathered"] == sum(p.shard_numel * 4 * 2 for p in parameters)
+    buckets = made.plans[0].spec.buckets
+    assert stage.gather > 0 and stage.held["gathered"] == sum(bucket.gathered_nbytes for bucket in buckets)
     once = stage.gather + stage.reduce + stage.optimizer
     assert made.step_seconds == pytest.approx(4 * (stage.forward + stage.backward) + once) and abs(made.bubble) < 1e-9
+
+
+def test_a_stages_programs_work_beside_what_is_held_and_saved() -> None:
+    """Whole parameters are held throughout, not only until the last of them that backward reads."""
+    made = planned("pp=2,dp_shard=2,tp=2")
+    for stage, plan in zip(made.stages, made.plans, strict=True):
+        profiles = [plan.forward.memory, plan.backward.memory]
+        assert all(set(p.timeline["gathered"]) == {stage.held["gathered"]} for p in profiles if p is not None)
+        most = max(total - p.timeline["gradients"][i] for p in profiles if p for i, total in enumerate(p.total))
+        assert most == stage.held["shards"] + stage.held["gathered"] + stage.saved + stage.working
 
 
 def test_a_stages_plan_is_a_report(tmp_path: Path) -> None:

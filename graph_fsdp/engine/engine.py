@@ -348,7 +348,8 @@ class Engine:
         graph.cost = context.cost
         keep_slots = isinstance(program, Program) and bool(program.graphs or program.memory)
         # Of the context what is read of it: a report may outlive the model.
-        read = PassContext(context.model, cost=context.cost, forward_outputs=context.forward_outputs)
+        outputs, settings = context.forward_outputs, context.settings
+        read = PassContext(context.model, cost=context.cost, forward_outputs=outputs, settings=settings)
         captured.add_program(graph, program, functools.partial(memory_profile, graph, read, keep_slots))
         self.programs[captured.index, graph.phase] = program
         return compat.boxed(self._runnable(program, context))

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from graph_fsdp.compat import pytree
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import CostModel, Hardware
-from graph_fsdp.passes.analysis.memory import shard_nbytes, storages
+from graph_fsdp.passes.analysis.memory import shard_nbytes, storages, whole_nbytes
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
-from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
@@ -83,14 +82,13 @@ class StageFigures:
         parameters = spec.parameters.values()
         held = {"shards": shard_nbytes(spec), "optimizer": made.memory.get("optimizer", 0)}
         if traced.whole:
-            held["gathered"] = sum(p.shard_numel * p.world_size * p.param_dtype.itemsize for p in parameters)
+            held["gathered"] = whole_nbytes(context)
         trained = [p for p in parameters if p.trainable]
         # Whole, in the dtype that they are added up in; on one rank those of ``.grad``.
         kept = (p.shard_numel * p.world_size * (p.reduce_dtype if finalization else p.dtype).itemsize for p in trained)
         held["gradients"] = sum(kept)
         found = storages(traced.backward, context).found
-        of_microbatch = [s for s in found if s.category == "saved" and not has_role(s.node, Role.UNSHARDED)]
-        saved = sum(s.nbytes for s in of_microbatch if s.begin == 0)
+        saved = sum(s.nbytes for s in found if s.category == "saved" and s.begin == 0)
         leaves = pytree.tree_leaves(made.inputs)
         received = sum(t.numel() for t in leaves if isinstance(t, Tensor) and t.requires_grad)
         dtype = next((p.param_dtype for p in parameters), torch.float32)
@@ -103,7 +101,7 @@ class StageFigures:
             made.optimizer_seconds,
             held,
             saved,
-            max(0, _most(made) - saved - held.get("gathered", 0)),
+            max(0, _most(made, held) - saved),
             received * dtype.itemsize,
             made.model_flops,
         )
@@ -114,11 +112,10 @@ def gather_seconds(cost: CostModel, spec: ModelSpec) -> float:
     return sum(cost.all_gather_seconds(bucket.gathered_nbytes, bucket.mesh.group) for bucket in spec.buckets)
 
 
-def _most(made: Plan) -> int:
-    """Return the most bytes that a microbatch's graphs hold, without shards and gradients."""
+def _most(made: Plan, held: Mapping[str, int]) -> int:
+    """Return the most bytes that a microbatch's graphs hold, without the categories of ``held``."""
     profiles = [profile for view in (made.forward, made.backward) if (profile := view.memory) is not None]
-    apart = ("shards", "gradients")
-    rows = (zip(*(v for name, v in p.timeline.items() if name not in apart), strict=True) for p in profiles)
+    rows = (zip(*(v for name, v in p.timeline.items() if name not in held), strict=True) for p in profiles)
     return max(sum(map(int, row)) for row in itertools.chain(*rows))
 
 

@@ -49,7 +49,7 @@ from graph_fsdp.passes.transforms.slots import Slot, slot_table
 
 # shards: the storage of all parameters of the model, live throughout.
 # fetched: shards that are kept on the CPU, copied to the device; until their gather is waited for.
-# gathered: unsharded buckets, from the start of their gather to their free.
+# gathered: unsharded buckets, from the start of their gather to their free; of units that are whole, throughout.
 # landing: what a gather receives rank by rank, from its start to its wait, where it does not land in place.
 # pooled: what is allocated for gathered buffers and holds none now: what is unused of slots.
 # inputs: the batch, buffers, constants; in backward, the gradients of outputs.
@@ -79,8 +79,8 @@ class MemoryProfile:
     """Describes the live bytes of one graph on one rank.
 
     ``peak``: most bytes live at any node; ``peak_node`` is the first node with as many, ``peak_index`` its position.
-    ``by_category``: bytes per category at the peak; categories without any are left out.
-    ``holders``: the largest storages that are live at the peak, largest first, at most 20. All shards are one.
+    ``by_category``: bytes per category at the peak, of those with any.
+    ``holders``: the largest storages that are live at the peak, at most 20. All shards are one, as are whole units.
     ``timeline``: category → bytes at each node, in the graph's order.
     ``peak_gathered``, ``peak_landing``: most bytes of the category at any node.
     """
@@ -107,10 +107,8 @@ class MemoryProfile:
         largest = [holder for holder in self.holders if holder.category != "shards"][:3]
         categories = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts)
         lines = [f"predicted peak: {self.peak:,} bytes at {self.peak_node}: {categories}"]
-        if largest:
-            held = ", ".join(f"{holder.node} {holder.nbytes:,} ({holder.category})" for holder in largest)
-            lines.append(f"held most by: {held}")
-        return "\n".join(lines)
+        held = ", ".join(f"{holder.node} {holder.nbytes:,} ({holder.category})" for holder in largest)
+        return "\n".join([*lines, f"held most by: {held}"] if held else lines)
 
 
 def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False) -> MemoryProfile:
@@ -133,18 +131,19 @@ def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False)
         )
     nodes = graph.nodes
     found = storages(graph, context, keep_slots).found
-    timeline = _timeline(found, len(nodes), shards_on_device(context))
+    shards, whole = shards_on_device(context), whole_nbytes(context)
+    timeline = _timeline(found, len(nodes), shards=shards, gathered=whole)
     total = [sum(values) for values in zip(*timeline.values(), strict=True)]
     at = max(range(len(nodes)), key=total.__getitem__)
     live = [Holder(s.node.name, s.category, s.nbytes) for s in found if s.begin <= at <= s.end and s.nbytes]
-    shards = [Holder("shards", "shards", timeline["shards"][at])] if timeline["shards"][at] else []
+    live += [h for h in (Holder("shards", "shards", shards), Holder("whole units", "gathered", whole)) if h.nbytes]
     return MemoryProfile(
         graph.phase,
         total[at],
         nodes[at].name,
         at,
         {category: values[at] for category, values in timeline.items() if values[at]},
-        tuple(sorted([*shards, *live], key=lambda holder: -holder.nbytes)[:MAX_HOLDERS]),
+        tuple(sorted(live, key=lambda holder: -holder.nbytes)[:MAX_HOLDERS]),
         timeline,
         max(timeline["gathered"]),
         max(timeline["landing"]),
@@ -154,6 +153,12 @@ def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False)
 def shard_nbytes(model: ModelSpec) -> int:
     """Count the bytes of the storage of all parameters on one rank, with its padding."""
     return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in model.parameters.values())
+
+
+def whole_nbytes(context: PassContext) -> int:
+    """Count the bytes of units that are whole before the forward begins."""
+    units, buckets = context.settings.unsharded, context.model.buckets
+    return sum(b.gathered_nbytes for b in buckets if units & {p.unit for p in b.parameters})
 
 
 def copies_are_elsewhere(context: PassContext) -> bool:
@@ -170,9 +175,8 @@ def shards_on_device(context: PassContext) -> int:
     return 0 if offloaded else shard_nbytes(context.model)
 
 
-def _timeline(found: Iterable[GraphStorage], length: int, shards: int) -> dict[Category, tuple[int, ...]]:
-    changes: dict[Category, list[int]] = {category: [0] * (length + 1) for category in CATEGORIES}
-    changes["shards"][0] = shards
+def _timeline(found: Iterable[GraphStorage], length: int, **held: int) -> dict[Category, tuple[int, ...]]:
+    changes = {category: [held.get(category, 0), *[0] * length] for category in CATEGORIES}
     for storage in found:
         if storage.begin <= storage.end:
             changes[storage.category][storage.begin] += storage.nbytes
@@ -196,7 +200,7 @@ class GraphStorage:
 
 @dataclass(frozen=True)
 class Storages:
-    """Holds storages: ``found``, all but the parameters' shards; ``of``, each node's, shards among them."""
+    """Holds storages: ``found``, all but shards and whole units; ``of``, each node's, with these."""
 
     found: list[GraphStorage]
     of: Mapping[fx.Node, list[GraphStorage]]
@@ -250,7 +254,7 @@ def _values(graph: Graph, context: PassContext) -> Storages:
         _reclassify(outputs[context.forward_outputs :], storages_of, "saved")
     elif graph.phase == "backward":
         _reclassify(outputs, storages_of, "gradients")
-    found = [storage for storage in lifetimes.found if storage.category != "shards"]
+    found = [s for s in lifetimes.found if s.category != "shards" and not has_role(s.node, Role.UNSHARDED)]
     if copies_are_elsewhere(context):
         found = [storage for storage in found if not _is_copy_on_host(storage.node)]
     return Storages(found, storages_of)
