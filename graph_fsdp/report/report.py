@@ -224,7 +224,7 @@ class GraphReport(report_text.Printed):
     ``forward``, ``backward`` and ``inference`` are the latest of their kind. With ``whole``, graphs are compiled in one
     piece (``regions="whole"``), and ``peak_gathered_bytes`` is None, as nothing counts them. ``kept_nbytes`` counts
     gradients on this rank that wait for a backward that reduces them. Pickled (``torch.save``, another process) or
-    copied, a report is what :func:`graph_fsdp.load_report` returns."""
+    deep-copied, a report is what :func:`graph_fsdp.load_report` returns."""
 
     capture, joint = _Latest("capture"), _Latest("joint")
     forward, backward, inference = _Latest("forward"), _Latest("backward"), _Latest("inference")
@@ -242,9 +242,14 @@ class GraphReport(report_text.Printed):
         self.ahead: frozenset[str] = engine.updates.ahead  # units that an optimizer's step gathers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy a report without the model's graphs, as a ``SavedReport``."""
+        """Pickle and deep-copy a report without the model's graphs, as a ``SavedReport``."""
         ran = any(captured.ran for captured in self.graphs)
         return SavedReport, (report_data(self, stages=True, drawn=self._latest_run() if ran else ()),)
+
+    def __copy__(self) -> GraphReport:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
 
     def latest(self, phase: Phase) -> GraphView:
         """Return the latest captured graph of a phase. Raises LookupError where there is none."""
