@@ -1,6 +1,9 @@
-"""What masks cost a Llama of transformers that leaves out the cache: processor time of one rank of eight.
+"""What masks cost a Llama of transformers that leaves out the cache: a step of one rank of eight.
 
     OMP_NUM_THREADS=1 python benchmarks/attention_masks.py --save benchmarks/results/attention_masks.json
+    python benchmarks/attention_masks.py --device cuda
+
+Seconds are those of the processor, or, on an accelerator, from a step's start to its end there.
 
 The process group is torch's fake one, whose collectives return at once; a step is forward, backward, and gradients set
 to None, in bfloat16. All implementations are alive in one process and take turns:
@@ -38,7 +41,7 @@ LENGTHS = (512, 2048)
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def llama(length: int) -> nn.Module:
+def plain_llama(length: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -55,7 +58,10 @@ def llama(length: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def models(length: int, mesh: DeviceMesh) -> dict[str, nn.Module]:
+def models(length: int, mesh: DeviceMesh, device: torch.device) -> dict[str, nn.Module]:
+    def llama(length: int) -> nn.Module:
+        return plain_llama(length).to(device)
+
     ours = partial(graph_fsdp.compile, mesh=mesh, mp_policy=POLICY)
     setup = Setup(lambda model: model.model.layers, mesh, POLICY)
     return {
@@ -65,22 +71,29 @@ def models(length: int, mesh: DeviceMesh) -> dict[str, nn.Module]:
     }
 
 
-def processor_seconds(model: nn.Module, tokens: torch.Tensor) -> float:
-    begin = time.process_time()
+def now(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def step_seconds(model: nn.Module, tokens: torch.Tensor) -> float:
+    begin = now(tokens.device)
     model(input_ids=tokens, labels=tokens).loss.backward()
     model.zero_grad(set_to_none=True)
-    return time.process_time() - begin
+    return now(tokens.device) - begin
 
 
-def measure(length: int, rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Implementation → first quartile, median and third quartile of processor seconds."""
+def measure(length: int, rounds: int, warm_up: int, device: torch.device) -> dict[str, list[float]]:
+    """Implementation → first quartile, median and third quartile of a step's seconds."""
     with fake_process_group(WORLD_SIZE):
-        subjects = models(length, init_device_mesh("cpu", (WORLD_SIZE,)))
-        tokens = torch.randint(0, VOCABULARY, (1, length))
+        subjects = models(length, init_device_mesh(device.type, (WORLD_SIZE,)), device)
+        tokens = torch.randint(0, VOCABULARY, (1, length), device=device)
         found: dict[str, list[float]] = {name: [] for name in subjects}
         for index in range(warm_up + rounds):
             for name, model in subjects.items():
-                seconds = processor_seconds(model, tokens)
+                seconds = step_seconds(model, tokens)
                 if index >= warm_up:
                     found[name].append(seconds)
     torch._dynamo.reset()
@@ -97,14 +110,15 @@ def table(result: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--save", type=Path, default=None, help=f"where to write JSON, such as {RESULTS.name}/…")
     options = parser.parse_args(arguments)
-    result: dict[str, Any] = {"machine": machine("cpu", WORLD_SIZE) | {"process_group": "fake"}, "seconds": {}}
+    result: dict[str, Any] = {"machine": machine(options.device, WORLD_SIZE) | {"process_group": "fake"}, "seconds": {}}
     for length in options.lengths:
-        result["seconds"][str(length)] = measure(length, options.rounds, options.warm_up)
+        result["seconds"][str(length)] = measure(length, options.rounds, options.warm_up, torch.device(options.device))
     print(table(result).text())
     if options.save is not None:
         options.save.write_text(json.dumps(result, indent=1) + "\n")
