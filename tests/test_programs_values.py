@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import fake_process_group
 from models import WIDTH
 from programs import ROWS, start
 from torch import Tensor, nn, tensor
@@ -24,18 +23,14 @@ from graph_fsdp.programs.key import graph_lines
 from graph_fsdp.programs.plain import Unknown
 from graph_fsdp.programs.program import KeptProgram
 
+pytestmark = pytest.mark.usefixtures("fake_group")
+
 Function = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "programs"
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    with fake_process_group():
-        yield
 
 
 class Between(nn.Module):

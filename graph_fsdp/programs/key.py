@@ -119,8 +119,10 @@ def _called(node: fx.Node) -> str:
     if compat.namespace_of(target) not in (None, *NAMESPACES):
         raise Unknown(f"the operator {target}, which torch has not registered")
     name = compat.name_of_function(target)
-    if target is getattr and not compat.is_tensors(str(node.args[1])):
-        raise Unknown(f"the attribute {node.args[1]}, which is not one of torch.Tensor's own")
+    if target is getattr:
+        _, attribute, *_ = node.args
+        if not compat.is_tensors(str(attribute)):
+            raise Unknown(f"the attribute {attribute}, which is not one of torch.Tensor's own")
     if name is None or not (name.startswith("torch.") or name.startswith(_OF_PYTHON)):
         raise Unknown(f"a call of {name or target}")
     if not compat.is_torchs(target):

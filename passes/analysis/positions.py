@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.analysis.affine import FALSE, Affine, Truth, Value, constant_of, each, truth
+from graph_fsdp.passes.ir.operands import operand
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -25,10 +26,10 @@ def positions(
 ) -> dict[fx.Node, Value]:
     """Return the values that are known of a graph's nodes. ``inputs``: those of its placeholders. ``written``: the
     storages that ``written_by_index`` has found."""
-    known = {node: value for node, value in (inputs or {}).items() if not _is_written(_sample(node), written)}
+    known = {node: value for node, value in (inputs or {}).items() if not _is_written(sample_of(node), written)}
     for node in graph.nodes:
         handler = _handler(node)
-        sample = _sample(node)
+        sample = sample_of(node)
         if handler is None or sample is None or _is_written(sample, written):
             continue
         try:
@@ -43,11 +44,11 @@ def positions(
 
 def written_by_index(graph: fx.Graph) -> set[int]:
     """Return the storages into which a graph writes by an index. torch 2.9 does not count it in their versions."""
-    samples = (_sample(node.args[0]) for node in graph.find_nodes(op="call_function", target=operator.setitem))
+    samples = (sample_of(operand(node)) for node in graph.find_nodes(op="call_function", target=operator.setitem))
     return {compat.storage_id(sample) for sample in samples if sample is not None}
 
 
-def _sample(node: Any) -> Tensor | None:
+def sample_of(node: Any) -> Tensor | None:
     """Return the fake value of a node, None where it is no tensor."""
     sample = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return sample if isinstance(sample, Tensor) else None
@@ -129,6 +130,11 @@ class _Call:
             raise _Unknown
         return found
 
+    @property
+    def source(self) -> Any:
+        """Return the tensor that a function or method of a tensor is called with."""
+        return self.argument("input", 0)
+
     def argument(self, name: str, place: int, default: Any = None) -> Any:
         args = self.node.args
         return args[place] if place < len(args) else self.node.kwargs.get(name, default)
@@ -138,11 +144,12 @@ class _Call:
         """Return both arguments of a call that has no others."""
         if len(self.node.args) != 2 or self.node.kwargs:
             raise _Unknown
-        return self.affine(self.node.args[0]), self.affine(self.node.args[1])
+        a, b = map(self.affine, self.node.args)
+        return a, b
 
     def dims(self, argument: Any) -> int:
         """Return the number of dimensions of a tensor."""
-        sample = _sample(argument)
+        sample = sample_of(argument)
         if sample is None:
             raise _Unknown
         return sample.dim()
@@ -170,11 +177,11 @@ def _full(call: _Call) -> Value:
 
 
 def _same(call: _Call) -> Value:
-    return call.value(call.node.args[0])
+    return call.value(call.source)
 
 
 def _unsqueeze(call: _Call) -> Value:
-    source = call.node.args[0]
+    source = call.source
     dims = call.dims(source)
     new = call.integer("dim", 1)
     place = -1 - new if new < 0 else dims - new  # in the result, from the last
@@ -242,7 +249,7 @@ def _sliced(value: Affine | Truth, entries: list[Any], dims: int) -> Value:
 
 
 def _diff(call: _Call) -> Value:
-    source = call.node.args[0]
+    source = call.source
     prepend = call.argument("prepend", 3)
     if call.integer("n", 1, 1) != 1 or call.argument("append", 4) is not None:
         raise _Unknown
@@ -251,7 +258,7 @@ def _diff(call: _Call) -> Value:
     step = Affine(values.step(dim))
     if prepend is not None:
         first = values.moved([None if d == dim else d for d in range(len(values.steps))])
-        sample = _sample(prepend)
+        sample = sample_of(prepend)
         is_one = sample is not None and sample.dim() > dim and sample.shape[-1 - dim] == 1
         if not is_one or first - call.affine(prepend) != step:
             raise _Unknown
@@ -259,7 +266,7 @@ def _diff(call: _Call) -> Value:
 
 
 def _cumsum(call: _Call) -> Value:
-    source = call.node.args[0]
+    source = call.source
     constant = constant_of(call.value(source))
     if constant is None:
         raise _Unknown
@@ -272,7 +279,7 @@ def _triangle(sign: int) -> Callable[[_Call], Value]:
 
     def within(call: _Call) -> Value:
         diagonal = call.integer("diagonal", 1, 0)
-        return truth({*call.truth(call.node.args[0]), Affine.of(sign * diagonal, [-sign, sign])})
+        return truth({*call.truth(call.source), Affine.of(sign * diagonal, [-sign, sign])})
 
     return within
 
@@ -309,7 +316,7 @@ def _or(call: _Call) -> Value:
 
 
 def _not(call: _Call) -> Value:
-    given = call.truth(call.node.args[0])
+    given = call.truth(call.source)
     if not given:
         return FALSE
     if len(given) > 1:

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from graph_fsdp.compat import CHECKPOINT
 from graph_fsdp.passes.analysis.affine import Affine, Value, is_always_true, is_causal
-from graph_fsdp.passes.analysis.positions import positions, written_by_index
+from graph_fsdp.passes.analysis.positions import positions, sample_of, written_by_index
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
@@ -80,7 +80,8 @@ def _leave_out_masks(graph: fx.Graph, inputs: Mapping[fx.Node, Value], written: 
             changed += 1
     bodies: dict[fx.Graph, list[list[Value]]] = {}  # what is known of the operands of each call
     for node in checkpoints:
-        bodies.setdefault(_body(node), []).append([known.get(argument) for argument in node.args[1:]])
+        _, *given_to_body = node.args
+        bodies.setdefault(_body(node), []).append([known.get(argument) for argument in given_to_body])
     for body, calls in bodies.items():
         taken = zip((node for node in body.nodes if node.op == "placeholder"), *calls, strict=False)
         changed += _leave_out_masks(body, {own: values[0] for own, *values in taken if len(set(values)) == 1}, written)
@@ -110,8 +111,8 @@ def _what_mask_says(given: Mapping[str, Any], known: Mapping[fx.Node, Value]) ->
 
 
 def _shape(node: Any) -> tuple[Any, ...] | None:
-    sample = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return tuple(sample.shape) if isinstance(sample, Tensor) else None
+    sample = sample_of(node)
+    return None if sample is None else tuple(sample.shape)
 
 
 def _adds_nothing(mask: tuple[Any, ...], queries: tuple[Any, ...]) -> bool:
@@ -141,8 +142,9 @@ def _repeated(node: Any) -> list[fx.Node]:
     for target in ("reshape", "expand", operator.getitem):
         if not isinstance(node, fx.Node) or node.target != target or _shape(node) is None:
             return []
-        last, node = node, node.args[0]
+        last, node = node, operand(node)
         chain.append(node)
     was, now = (list(map(str, _shape(end) or ())) for end in (node, chain[0]))
-    is_new = last.args[1] == (whole, whole, None, whole, whole) and len(was) == len(now) == 4
+    _, index = last.args
+    is_new = index == (whole, whole, None, whole, whole) and len(was) == len(now) == 4
     return chain if is_new and (was[0], was[2:]) == (now[0], now[2:]) else []
