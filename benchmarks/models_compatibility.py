@@ -3,11 +3,13 @@
     python benchmarks/models_compatibility.py                          all that is installed
     python benchmarks/models_compatibility.py --only Llama --only ViT  models with one of these in their names
     python benchmarks/models_compatibility.py --part libraries         the programs of libraries alone
+    python benchmarks/models_compatibility.py --device cuda --part models --share 1/8 --results FOLDER
 
 Each model has random values and a size that trains in a second. It takes two steps of SGD in plain PyTorch and under
 ``torch.compile`` (backend "eager"), FSDP2 and graph_fsdp (backend "eager"), on one process; a sample on two with other
-batches. Losses and gradients must be plain PyTorch's. A result is "fullgraph", "fullgraph=False" (in pieces), "trains"
-of FSDP2, which has no graphs, or the reason why it does not train. Rows that are run again are replaced.
+batches. Losses and gradients must be plain PyTorch's, on the same device. A result is "fullgraph", "fullgraph=False"
+(in pieces), "trains" of FSDP2, which has no graphs, or the reason why it does not train. Rows that are run again are
+replaced.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS
+from harness import PROCESS_GROUPS, RESULTS
 from tables import Table
 from third_party import library_programs
 from third_party.case import Case
-from third_party.forks import Results, on_ranks
+from third_party.forks import Results, in_this_process, on_ranks
 
 NAME = "models_compatibility"
 LIBRARIES = ("timm", "transformers", "diffusers")
@@ -75,8 +77,10 @@ def installed_cases() -> list[Case]:
     return found
 
 
-def chosen(cases: Iterable[Case], only: list[str]) -> list[Case]:
-    return [case for case in cases if not only or any(text in case.name for text in only)]
+def chosen(cases: Iterable[Case], only: list[str], share: str = "1/1") -> list[Case]:
+    """``share``: "3/8" is the third, the eleventh and so on."""
+    first, step = map(int, share.split("/"))
+    return [case for case in cases if not only or any(text in case.name for text in only)][first - 1 :: step]
 
 
 def import_model(case: Case) -> None:
@@ -85,12 +89,13 @@ def import_model(case: Case) -> None:
         getattr(importlib.import_module(case.library), case.name)
 
 
-def run_model(case: Case) -> dict[str, Any]:
+def run_model(case: Case, device: str = "cpu", backend: str = "eager") -> dict[str, Any]:
     """A row of the result."""
-    from third_party.comparison import compare
+    from third_party.comparison import Place, compare
 
     import_model(case)
-    alone = on_ranks(functools.partial(compare, case), 1, SECONDS)
+    run = functools.partial(compare, case, place=Place(device, backend))
+    alone = on_ranks(run, 1, SECONDS) if device == "cpu" else in_this_process(run, PROCESS_GROUPS[device])
     row: dict[str, Any] = {
         "library": case.library,
         "name": case.name,
@@ -100,7 +105,7 @@ def run_model(case: Case) -> dict[str, Any]:
     said = alone.get("graph_fsdp", {}).get("warned")
     if said:
         row["warned"] = said
-    if case.name in ON_TWO_RANKS:
+    if case.name in ON_TWO_RANKS and device == "cpu":
         row["ranks"] = with_ours(case, ranks=2)
     print_trace(alone)
     return row
@@ -149,7 +154,7 @@ def table(result: dict[str, Any]) -> Table:
     return Table(["library", "model", *IMPLEMENTATIONS, "graph_fsdp, 2 ranks"], rows)
 
 
-def record(folder: Path, rows: list[dict[str, Any]]) -> None:
+def record(folder: Path, rows: list[dict[str, Any]], device: str) -> None:
     """Replace the rows of the same models, in the order of the libraries."""
     path = folder / f"{NAME}.json"
     old = json.loads(path.read_text())["rows"] if path.exists() else []
@@ -158,7 +163,7 @@ def record(folder: Path, rows: list[dict[str, Any]]) -> None:
     written = {
         "benchmark": NAME,
         "command": "make compatibility",
-        "about": f"On the CPU, with {versions(('torch', *LIBRARIES))}",
+        "about": f"On {'the CPU' if device == 'cpu' else device}, with {versions(('torch', *LIBRARIES))}",
         "rows": sorted([*kept, *rows], key=lambda row: LIBRARIES.index(row["library"])),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,6 +184,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="models with it in their names")
     parser.add_argument("--sample", action="store_true", help="the models of a test, with ours alone")
+    parser.add_argument("--share", default="1/1", metavar="I/N", help="of the models: every Nth, from the Ith on")
+    parser.add_argument("--device", choices=sorted(PROCESS_GROUPS), default="cpu", help="that trains the models")
+    parser.add_argument(
+        "--backend", choices=("eager", "inductor"), default="eager", help="of torch.compile and of ours"
+    )
     parser.add_argument("--part", choices=("models", "libraries"), help="instead of both")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     options = parser.parse_args()
@@ -192,12 +202,12 @@ def main() -> int:
     if options.part == "libraries":
         return int(failures > 0)
     rows = []
-    for case in chosen(installed_cases(), options.only):
-        row = run_model(case)
+    for case in chosen(installed_cases(), options.only, options.share):
+        row = run_model(case, options.device, options.backend)
         failures += not trains(row)
         print(json.dumps(row), flush=True)
         rows.append(row)
-        record(options.results, rows)
+        record(options.results, rows, options.device)
     return int(failures > 0)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import models_compatibility
 import pytest
 import torch
+from device_checks.processes import models_that_train
 from third_party import library_programs
 from third_party.case import Case
-from third_party.comparison import Differs, check, train
+from third_party.comparison import Differs, check, compare, train
+from third_party.forks import in_this_process
 from torch import Tensor, nn
 
 SCRIPT = Path(models_compatibility.__file__)
@@ -49,6 +53,25 @@ def test_a_gradient_that_is_off_and_one_that_is_missing_are_found() -> None:
     found.gradients[0]["weight"] = None
     with pytest.raises(Differs, match="in step 0, 'weight' has no gradient"):
         check(found, expected)
+
+
+def test_a_model_trains_in_this_process_too() -> None:
+    """As on an accelerator, where a process that forks cannot use it."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (the backend "fake")
+
+    found = in_this_process(functools.partial(compare, linear_case(), ("graph_fsdp",)), "fake")
+    assert found["graph_fsdp"]["result"] == "fullgraph"
+
+
+def test_a_check_of_an_accelerator_fails_where_a_model_does_not_train() -> None:
+    def row(compiled: str, fsdp2: str, ours: str) -> dict[str, Any]:
+        return {"name": "A", "results": {"torch.compile": compiled, "FSDP2": fsdp2, "graph_fsdp": ours}}
+
+    fine = [row("fullgraph", "trains", "fullgraph=False"), row("Unsupported", "trains", "Unsupported")]
+    assert models_that_train(fine) == {"models": 2, "train": 1, "with torch.compile neither": ["A"]}
+    for wrong in (row("fullgraph=False", "trains", "Differs: …"), row("no CUDA", "no CUDA", "no CUDA")):
+        with pytest.raises(AssertionError, match=wrong["results"]["graph_fsdp"]):
+            models_that_train([*fine, wrong])
 
 
 def test_losses_of_libraries_are_compared_one_by_one() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import ROOT, start_ranks
 from implementations import Setup, ours
+from models_compatibility import NAME, TRAINS, trains
 from torch.distributed.device_mesh import init_device_mesh
 
 from device_checks import ACCELERATORS, HERE, CannotRun, Figures, check, one_of
@@ -111,3 +114,49 @@ def programs_train_on_one_device(device: torch.device, case: str) -> Figures:
         says = started(command, **HERE).stdout.strip().splitlines()[-2:]
     assert not re.search(r"\b(nan|inf)\b", "".join(says)), says
     return {"says": says}
+
+
+SHARES = [f"{share}/16" for share in range(1, 17)]
+NEED = "on the CPU models_compatibility.py does it"
+
+
+@check("A", 300, needs=ACCELERATORS, reason=NEED, cases=SHARES)
+def models_of_libraries_train(device: torch.device, case: str) -> Figures:
+    """Models of transformers and timm take two steps as in plain PyTorch if torch.compile does, by backend "eager"."""
+    return models_of_libraries(device, ["--share", case])
+
+
+COMPILED = ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImage"]
+COMPILED += ["WhisperForConditionalGeneration", "convnext", "resnet"]
+
+
+@check("A", 300, needs=ACCELERATORS, reason=NEED, cases=COMPILED)
+def models_of_libraries_train_by_inductor(device: torch.device, case: str) -> Figures:
+    """The same of some, compiled by Inductor."""
+    return models_of_libraries(device, ["--backend", "inductor", "--only", case])
+
+
+def models_of_libraries(device: torch.device, which: list[str]) -> Figures:
+    """How many models were tried, how many train, and what came of those that do not."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = [str(ROOT / "benchmarks" / "models_compatibility.py"), "--part", "models", "--device", device.type]
+        command = [sys.executable, *program, "--results", folder, *which]
+        environment = {**os.environ, **HERE}
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT / "benchmarks", env=environment)
+        print(done.stderr)
+        written = Path(folder) / f"{NAME}.json"
+        if done.returncode == 0 and not written.exists():
+            raise CannotRun(f"no library that is installed has a model for {' '.join(which)}")
+        return models_that_train(json.loads(written.read_text())["rows"])
+
+
+def models_that_train(rows: list[dict[str, Any]]) -> Figures:
+    """
+    Raises:
+        AssertionError: one does not, which ``torch.compile`` trains, or which FSDP2 does not either.
+    """
+    others = {row["name"]: row["results"] for row in rows if not trains(row)}
+    untraceable = [n for n, r in others.items() if r["torch.compile"] not in TRAINS and r["FSDP2"] == "trains"]
+    wrong = {name: results["graph_fsdp"] for name, results in others.items() if name not in untraceable}
+    assert not wrong, wrong
+    return {"models": len(rows), "train": len(rows) - len(others), "with torch.compile neither": untraceable}

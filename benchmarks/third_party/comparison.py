@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import re
 import time
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.units import find_units
-from third_party.case import Case
+from third_party.case import Case, Inputs
 
 STEPS = 2
 RATE = 1e-3  # of SGD: Adam's first steps are the signs of gradients, those too that are rounding alone
@@ -53,57 +54,67 @@ class Training:
     gradients: list[dict[str, Tensor | None]]
 
 
-def plain(model: nn.Module) -> nn.Module:
-    return model
+@dataclass(frozen=True)
+class Place:
+    """``device``: type of the device that trains; ``backend``: of ``torch.compile`` and of ours."""
+
+    device: str = "cpu"
+    backend: str = "eager"
 
 
-def compiled(fullgraph: bool) -> Callable[[nn.Module], nn.Module]:
-    def build(model: nn.Module) -> nn.Module:
-        model.compile(fullgraph=fullgraph, backend="eager")
+Build = Callable[[nn.Module, Place], nn.Module]
+
+
+def compiled(fullgraph: bool) -> Build:
+    def build(model: nn.Module, place: Place) -> nn.Module:
+        model.compile(fullgraph=fullgraph, backend=place.backend)
         return model
 
     return build
 
 
-def fsdp2(model: nn.Module) -> nn.Module:
+def fsdp2(model: nn.Module, place: Place) -> nn.Module:
     """Of the same units."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(place.device, (dist.get_world_size(),))
     for unit in reversed(find_units(model)):
         if unit.name:
             fully_shard(list(unit.modules.values()), mesh=mesh)
     return fully_shard(model, mesh=mesh)  # type: ignore[no-any-return]
 
 
-def ours(fullgraph: bool) -> Callable[[nn.Module], nn.Module]:
-    def build(model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        return graph_fsdp.compile(model, mesh, backend="eager", fullgraph=fullgraph)
+def ours(fullgraph: bool) -> Build:
+    def build(model: nn.Module, place: Place) -> nn.Module:
+        mesh = init_device_mesh(place.device, (dist.get_world_size(),))
+        return graph_fsdp.compile(model, mesh, backend=place.backend, fullgraph=fullgraph)
 
     return build
 
 
-IMPLEMENTATIONS: dict[str, list[tuple[str, Callable[[nn.Module], nn.Module]]]] = {
+IMPLEMENTATIONS: dict[str, list[tuple[str, Build]]] = {
     "torch.compile": [(FULL, compiled(True)), (PIECES, compiled(False))],
     "FSDP2": [("trains", fsdp2)],
     "graph_fsdp": [(FULL, ours(True)), (PIECES, ours(False))],
 }
 
 
-def compare(case: Case, names: tuple[str, ...] = tuple(IMPLEMENTATIONS)) -> Iterator[tuple[str, dict[str, Any]]]:
+def compare(
+    case: Case, names: tuple[str, ...] = tuple(IMPLEMENTATIONS), place: Place = Place()
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """What becomes of a case, by implementation, one after the other.
 
     Raises:
         Exception: plain PyTorch does not train it.
     """
     torch.manual_seed(0)
-    model = case.build().train()
+    model = case.build().train().to(place.device)
+    case = dataclasses.replace(case, inputs=lambda drawn=case.inputs: moved(drawn(), place.device))
     reference = averaged(train(case, copy.deepcopy(model)))
     for name in names:
         if dist.get_world_size() == 1 or name != "torch.compile":
-            yield name, asdict(first_that_trains(case, model, reference, name))
+            yield name, asdict(first_that_trains(case, model, reference, name, place))
 
 
-def first_that_trains(case: Case, model: nn.Module, reference: Training, name: str) -> Found:
+def first_that_trains(case: Case, model: nn.Module, reference: Training, name: str, place: Place) -> Found:
     """The best that an implementation can do; the last of its reasons if it can do nothing."""
     found = Found("", 0.0)
     for label, build in IMPLEMENTATIONS[name]:
@@ -112,7 +123,7 @@ def first_that_trains(case: Case, model: nn.Module, reference: Training, name: s
         with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("always")
             try:
-                check(train(case, build(copy.deepcopy(model))), reference)
+                check(train(case, build(copy.deepcopy(model), place)), reference)
                 result, trace = label, ""
             except Exception as error:
                 result, trace = f"{type(error).__name__}: {first_line(error)}", traceback.format_exc()
@@ -123,6 +134,10 @@ def first_that_trains(case: Case, model: nn.Module, reference: Training, name: s
         if result == label:
             break
     return found
+
+
+def moved(inputs: Inputs, device: str) -> Inputs:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def train(case: Case, model: nn.Module) -> Training:

@@ -1,4 +1,4 @@
-"""Each case in processes of its own that need not import what this one has imported: forks of it."""
+"""Each case in processes of its own that need not import what this one has imported: forks of it. Not on CUDA."""
 
 from __future__ import annotations
 
@@ -37,6 +37,24 @@ def on_ranks(run: Run, ranks: int, seconds: float) -> Results:
                 process.join()
 
 
+def in_this_process(run: Run, process_group: str) -> Results:
+    """The same of one rank, without a fork: a process that has asked for CUDA has no fork that can use it."""
+    import torch.distributed as dist
+
+    dist.init_process_group(process_group, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return dict(_results(run))
+    finally:
+        dist.destroy_process_group()
+
+
+def _results(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        yield from run()
+    except Exception as error:
+        yield "error", {"result": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+
+
 def _received(receiver: Connection, deadline: float, seconds: float) -> Results:
     found: Results = {}
     while True:
@@ -60,14 +78,10 @@ def _rank(run: Run, rank: int, ranks: int, folder: str, sender: Connection) -> N
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    try:
-        for name, result in run():
-            if rank == 0:
-                sender.send((name, result))
+    for name, result in _results(run):
         if rank == 0:
-            sender.send(("", {}))
-    except Exception as error:
-        sender.send(("error", {"result": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}))
+            sender.send((name, result))
+    if rank == 0:
         sender.send(("", {}))
     # The parent ends all ranks: one that ended by itself would break the others' connections.
     time.sleep(3600)
