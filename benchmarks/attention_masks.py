@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/attention_masks.py --save benchmarks/results/attention_masks.json
     python benchmarks/attention_masks.py --device cuda
 
-Seconds are those of the processor, or, on an accelerator, from a step's start to its end there.
+Seconds are those of the processor, or, on an accelerator, whose model is larger, from a step's start to its end there.
 
 The process group is torch's fake one, whose collectives return at once; a step is forward, backward, and gradients set
 to None, in bfloat16. All implementations are alive in one process and take turns:
@@ -20,6 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,21 +37,33 @@ import graph_fsdp
 from graph_fsdp.compat import fake_process_group
 from graph_fsdp.passes import default_pipeline
 
-WORLD_SIZE, LAYERS, WIDTH, HEADS, KEY_HEADS, VOCABULARY = 8, 4, 512, 8, 2, 512
-LENGTHS = (512, 2048)
+WORLD_SIZE, VOCABULARY = 8, 512
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def plain_llama(length: int) -> nn.Module:
+@dataclass(frozen=True)
+class Sizes:
+    layers: int
+    width: int
+    heads: int
+    key_heads: int
+    lengths: tuple[int, ...]  # tokens of a row, of which a step has one
+
+
+ON_THE_CPU = Sizes(layers=4, width=512, heads=8, key_heads=2, lengths=(512, 2048))
+ON_AN_ACCELERATOR = Sizes(layers=8, width=4096, heads=32, key_heads=8, lengths=(2048, 8192))  # Llama-3-8B's
+
+
+def plain_llama(sizes: Sizes, length: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=7 * WIDTH // 2,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
+        hidden_size=sizes.width,
+        intermediate_size=7 * sizes.width // 2,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.key_heads,
         max_position_embeddings=length,
         use_cache=False,
     )
@@ -59,16 +72,21 @@ def plain_llama(length: int) -> nn.Module:
 
 
 def models(length: int, mesh: DeviceMesh, device: torch.device) -> dict[str, nn.Module]:
-    def llama(length: int) -> nn.Module:
-        return plain_llama(length).to(device)
+    def llama() -> nn.Module:
+        with device:
+            return plain_llama(sizes_on(device), length)
 
     ours = partial(graph_fsdp.compile, mesh=mesh, mp_policy=POLICY)
     setup = Setup(lambda model: model.model.layers, mesh, POLICY)
     return {
-        "ours": ours(llama(length)),
-        "with masks": ours(llama(length), passes=default_pipeline().remove("causal_attention")),
-        "FSDP2, blocks compiled": IMPLEMENTATIONS["fsdp2_compiled"].build(llama(length), setup),
+        "ours": ours(llama()),
+        "with masks": ours(llama(), passes=default_pipeline().remove("causal_attention")),
+        "FSDP2, blocks compiled": IMPLEMENTATIONS["fsdp2_compiled"].build(llama(), setup),
     }
+
+
+def sizes_on(device: torch.device) -> Sizes:
+    return ON_THE_CPU if device.type == "cpu" else ON_AN_ACCELERATOR
 
 
 def now(device: torch.device) -> float:
@@ -111,14 +129,15 @@ def table(result: dict[str, Any]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--lengths", type=int, nargs="+", help="of rows, in tokens")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--save", type=Path, default=None, help=f"where to write JSON, such as {RESULTS.name}/…")
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {"machine": machine(options.device, WORLD_SIZE) | {"process_group": "fake"}, "seconds": {}}
-    for length in options.lengths:
-        result["seconds"][str(length)] = measure(length, options.rounds, options.warm_up, torch.device(options.device))
+    device = torch.device(options.device)
+    for length in options.lengths or sizes_on(device).lengths:
+        result["seconds"][str(length)] = measure(length, options.rounds, options.warm_up, device)
     print(table(result).text())
     if options.save is not None:
         options.save.write_text(json.dumps(result, indent=1) + "\n")
