@@ -118,6 +118,7 @@ class PassContext:
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
     ``sharing``: buckets that pieces of one forward call hand to each other.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
+    ``step_nbytes``: what a step holds at its peak before it is scheduled, once asked for (``analysis/room.py``).
     ``graphs``: those that passes have gone over. ``stages``: per phase, what the report shows of passes that have run.
     """
 
@@ -130,6 +131,7 @@ class PassContext:
     forward_outputs: int = 0
     sharing: Sharing = field(default_factory=Sharing)
     budget: int | None = None
+    step_nbytes: int | None = None
     graphs: dict[Phase, Graph] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graph_fsdp.passes import BudgetError
+from graph_fsdp.passes.analysis.room import Room
 from graph_fsdp.passes.analysis.simulate import Task
 from graph_fsdp.passes.transforms.schedule import (
     Gathers,
@@ -82,15 +83,17 @@ def test_without_a_budget_the_peak_of_one_unit_ahead_is_the_limit() -> None:
 def test_more_than_one_unit_ahead_takes_room_and_has_to_save_a_hundredth() -> None:
     buckets = gathers(4, 4, 4, 4)
     clock = segments([10.0, 10.0, 1.0, 1.0], [1.0, 1.0, 10.0, 10.0])
-    assert clock.seconds(choose(buckets, clock, None, room=16)) == 23 < clock.seconds(choose(buckets, clock, None))
-    assert max(buckets.live(choose(buckets, clock, None, room=100))) == 12, "three units ahead save nothing more"
+    assert clock.seconds(choose(buckets, clock, None, Room(16))) == 23 < clock.seconds(choose(buckets, clock, None))
+    assert max(buckets.live(choose(buckets, clock, None, Room(100)))) == 12, "three units ahead save nothing more"
     far = segments([10.0, 10.0, 10.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 10.0, 10.0, 10.0])
-    times = [far.seconds(choose(gathers(*[4] * 6), far, None, room)) for room in (0, 12, 16, 24)]
+    times = [far.seconds(choose(gathers(*[4] * 6), far, None, Room(most))) for most in (0, 12, 16, 24)]
     assert times == sorted(times, reverse=True) and times[2] < times[1] < times[0]
-    assert choose(buckets, clock, None, room=11) == choose(buckets, clock, None), "no room for a bucket more"
+    assert choose(buckets, clock, None, Room(11)) == choose(buckets, clock, None), "no room for a bucket more"
+    full = Room(16, lambda: 11)
+    assert choose(buckets, clock, None, full) == choose(buckets, clock, None), "none is left beside the step"
     for gained, is_taken in ((0.05, False), (0.5, True)):  # of 40 s
         clock = segments([10.0] * 4, [0.0, 0.0, 0.0, 10.0 + gained])
-        assert (clock.seconds(choose(buckets, clock, None, room=16)) == 40.0) is is_taken
+        assert (clock.seconds(choose(buckets, clock, None, Room(16))) == 40.0) is is_taken
         assert clock.seconds(choose(buckets, clock, None)) == 40.0 + gained
 
 
@@ -98,7 +101,7 @@ def test_where_the_link_is_late_no_gather_starts_further_than_one_unit_ahead() -
     # As in backward of a large mesh: the link has time while the head computes, and is late from then on.
     clock = segments([30.0] + [4.0] * 9, [1.0] + [10.0] * 9, reductions=dict.fromkeys(range(10), 20.0))
     buckets = gathers(*[4] * 10)
-    found, one = choose(buckets, clock, None, room=16), units_ahead(buckets)
+    found, one = choose(buckets, clock, None, Room(16)), units_ahead(buckets)
     assert clock.seconds(found) == clock.seconds(at_distance(10, 3)) < clock.seconds(one), "three are worth it first"
     assert found == [-1, -1, -1, 0, *one[4:]], "and nothing behind them"
     assert buckets.live(found)[5:] == buckets.live(one)[5:]

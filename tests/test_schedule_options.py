@@ -108,6 +108,23 @@ def test_gathers_start_further_ahead_where_that_is_faster_and_takes_memory_that_
     assert one_ahead is not None and further is not None and further.seconds < 0.99 * one_ahead.seconds
 
 
+class Full(LongTail):
+    """Saves 16 MiB for backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + x.mean().expand(1 << 22).exp().mean()
+
+
+def test_gathers_start_no_further_ahead_on_a_device_that_the_step_fills() -> None:
+    """A twentieth of 16 MiB was enough for :class:`LongTail`."""
+    filled, roomy = (report_of(model=Full(depth=4), hardware=overlapping(m)) for m in (1 << 24, 1 << 26))
+    assert "backward: >root >blocks.3 .root " in events(filled, "backward")
+    assert "backward: >root >blocks.3 >blocks.2" in events(roomy, "backward")
+    first, more = (report.latest("backward").memory for report in (filled, roomy))
+    assert first is not None and more is not None and first.peak_gathered < more.peak_gathered
+
+
 def test_two_reductions_in_a_wider_type_are_under_way_in_memory_that_is_not_missed() -> None:
     def order(memory: int) -> str:
         model = MLP(depth=2)

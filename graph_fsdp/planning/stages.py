@@ -80,7 +80,7 @@ class StageFigures:
         finalization = traced.finalization
         reduce = simulate(finalization[0], cost, conditions).seconds if finalization else 0.0
         parameters = spec.parameters.values()
-        held = {"shards": shard_nbytes(spec), "optimizer": made.memory.get("optimizer", 0)}
+        held = {"shards": shard_nbytes(spec.parameters.values()), "optimizer": made.memory.get("optimizer", 0)}
         if traced.whole:
             held["gathered"] = whole_nbytes(context)
         trained = [p for p in parameters if p.trainable]

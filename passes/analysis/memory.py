@@ -44,7 +44,7 @@ from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.layout import blocks_nbytes, gradients_sent, landing_nbytes, packed_nbytes, scattered_nbytes
 from graph_fsdp.passes.ir.operands import operand
-from graph_fsdp.passes.ir.spec import ModelSpec, aligned
+from graph_fsdp.passes.ir.spec import ParameterSpec, aligned
 from graph_fsdp.passes.transforms.slots import Slot, slot_table
 
 # shards: the storage of all parameters of the model, live throughout.
@@ -150,9 +150,9 @@ def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False)
     )
 
 
-def shard_nbytes(model: ModelSpec) -> int:
-    """Count the bytes of the storage of all parameters on one rank, with its padding."""
-    return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in model.parameters.values())
+def shard_nbytes(parameters: Iterable[ParameterSpec]) -> int:
+    """Count the bytes of the storage of parameters on one rank, with its padding."""
+    return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in parameters)
 
 
 def whole_nbytes(context: PassContext) -> int:
@@ -172,7 +172,7 @@ def copies_are_elsewhere(context: PassContext) -> bool:
 def shards_on_device(context: PassContext) -> int:
     """Count the bytes of the parameters' storage on one rank, and 0 where it is on the CPU beside a device."""
     offloaded = context.model.offload is not None and copies_are_elsewhere(context)
-    return 0 if offloaded else shard_nbytes(context.model)
+    return 0 if offloaded else shard_nbytes(context.model.parameters.values())
 
 
 def _timeline(found: Iterable[GraphStorage], length: int, **held: int) -> dict[Category, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from torch import fx
 from graph_fsdp import compat
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.analysis.memory import storages
+from graph_fsdp.passes.analysis.room import room_of
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, wait_of
@@ -29,7 +30,7 @@ from graph_fsdp.passes.ir.effects import is_random, is_view, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.transforms.edits import with_results
-from graph_fsdp.passes.transforms.schedule import Segments, choose, find_gathers, room_of
+from graph_fsdp.passes.transforms.schedule import Segments, choose, find_gathers
 from graph_fsdp.passes.transforms.slots import most_at_once
 
 Products = dict[fx.Node, list[fx.Node]]  # the start of a reduction → the nodes that may be delayed with it
@@ -59,7 +60,8 @@ class DelayWeightGradients(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         reductions = graph.with_role(Role.REDUCE_START)
-        if not reductions or self.buckets == 0 or (self.buckets == "auto" and not room_of(context)):
+        alone = context.cost is None or not context.cost.hardware.overlaps
+        if not reductions or self.buckets == 0 or (self.buckets == "auto" and alone):
             return "none delayed"
         *starts, last = reductions
         products = _products(graph, starts)

@@ -20,6 +20,7 @@ from torch import fx
 from torch.distributed.fsdp import BackwardPrefetch
 
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
+from graph_fsdp.passes.analysis.room import NO_ROOM, Room, room_of
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
@@ -28,7 +29,7 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import arguments, operand
 from graph_fsdp.passes.ir.settings import SettingError, is_count
 from graph_fsdp.passes.transforms.edits import move_with_results, units_of, with_results
-from graph_fsdp.passes.transforms.schedule import After, Segments, at_distance, choose, find_gathers, fit, room_of
+from graph_fsdp.passes.transforms.schedule import After, Segments, at_distance, choose, find_gathers, fit
 from graph_fsdp.passes.transforms.sources import lift, place_copies, place_payloads
 
 Distance = int | Literal["auto"] | BackwardPrefetch | None
@@ -39,7 +40,8 @@ class Prefetch(GraphPass):
     """Schedules gathers and reductions. ``distance`` says how gathers are started ahead of their use:
 
     - ``"auto"``: as late as still hides them by the cost model, within the budget; without a budget, within the memory
-      that one unit ahead takes, two units, or a twentieth of the device's, where more saves a hundredth of the time.
+      that one unit ahead takes, two units, or a twentieth of the device's, where more saves a hundredth of the time and
+      the step leaves as much (``analysis/room.py``).
     - an int: when the bucket so many before has arrived. 0 gathers right before the use, with nothing to hide it.
     - FSDP1's names, for backward (forward is then one ahead): ``BackwardPrefetch.BACKWARD_PRE``, when the bucket before
       has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
@@ -249,14 +251,14 @@ def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None)
 # Reductions
 
 
-def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool, room: int = 0) -> int:
+def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool, room: Room = NO_ROOM) -> int:
     """Return how many reductions may be under way at once where nobody has said: one where full gradients are most of
     what backward holds, because activations are recomputed or gradients are copied into a wider type, unless those of
-    each reduction fit into ``room`` bytes; else two."""
+    each reduction fit into the ``room``; else two."""
     given = list(map(arguments, starts))
     widens = any(grad.meta["val"].dtype.itemsize < each.dtype.itemsize for each in given for grad in each.grads)
     sent = (sum(grad.meta["val"].numel() for grad in each.grads) * each.dtype.itemsize for each in given)
-    return 1 if (recomputes_activations or widens) and max(sent, default=0) > room else 2
+    return 1 if (recomputes_activations or widens) and not room.has(max(sent, default=0)) else 2
 
 
 def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int, delayed: int = 0) -> None:

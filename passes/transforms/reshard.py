@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
+from graph_fsdp.passes.analysis.room import room_of
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
@@ -31,7 +32,7 @@ from graph_fsdp.passes.ir.layout import layout_of
 from graph_fsdp.passes.ir.operands import arguments, operand
 from graph_fsdp.passes.ir.settings import SettingError
 from graph_fsdp.passes.transforms import edits
-from graph_fsdp.passes.transforms.schedule import WORTH, Gathers, Segments, at_distance, choose, find_gathers, room_of
+from graph_fsdp.passes.transforms.schedule import WORTH, Gathers, Segments, at_distance, choose, find_gathers
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,11 +93,12 @@ class Reshard(GraphPass):
             gathers = find_gathers(graph, starts, waits)
             return [waits[k] for k in _worth_keeping(gathers, starts, self.budget, context.cost)]
         last = _used_last(graph, waits)
-        if self.budget is not None or not room_of(context) or "backward" not in context.graphs:
+        room = room_of(context)
+        if self.budget is not None or not room or "backward" not in context.graphs:
             return last
-        rest = [wait for wait in waits if wait not in last]
-        more = [*_used_last(graph, rest), *last] if rest else last
-        return more if rest and _is_faster(more, last, context) else last
+        before = _used_last(graph, rest) if (rest := [wait for wait in waits if wait not in last]) else []
+        is_worth_it = bool(before) and _is_faster([*before, *last], last, context)
+        return [*before, *last] if is_worth_it and room.has(sum(w.meta["fsdp"].nbytes for w in before)) else last
 
 
 def _receive(graph: Graph, context: PassContext) -> str:

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
+from graph_fsdp.passes.analysis.room import NO_ROOM, Room
 from graph_fsdp.passes.analysis.simulate import Conditions, Simulation, Task
-from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Gather, Graph
 
@@ -38,9 +38,6 @@ _SCALES = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _DISTANCES = (1, 2, 3)
 _EQUAL = 1.001  # schedules this close on a modelled clock are the same
 WORTH = 1.01  # so many times faster is worth more memory
-# The part of the device's memory that is spent where that is faster: without a budget on gathered parameters, on the
-# gradients of a second reduction, and on what delayed products need.
-_ROOM = 0.05
 
 
 class BudgetError(ValueError):
@@ -139,12 +136,6 @@ def latest_starts(arrivals: list[float], durations: list[float], scale: float = 
     return after
 
 
-def room_of(context: PassContext) -> int:
-    """Return the bytes that may be spent on having more run beside compute; 0 where nothing does."""
-    hardware = context.cost.hardware if context.cost is not None else None
-    return int(hardware.memory * _ROOM) if hardware is not None and hardware.overlaps else 0
-
-
 @dataclass(frozen=True)
 class Segments:
     """A serial graph as the clock sees it has ``tasks`` in order: what is computed, reductions that start, and waits
@@ -202,16 +193,16 @@ class Segments:
         return Simulation(tasks, Conditions()).run()
 
 
-def choose(gathers: Gathers, segments: Segments, budget: int | None, room: int = 0) -> After:
-    """Choose the fastest schedule within the budget; without one, within what one unit ahead holds, or what two hold
-    within ``room`` bytes, or all of these, where more memory saves a hundredth of the time."""
+def choose(gathers: Gathers, segments: Segments, budget: int | None, room: Room = NO_ROOM) -> After:
+    """Choose the fastest schedule within the budget; without one, within what one unit ahead holds, or what two hold if
+    ``room`` has that, or all that it has, where more memory saves a hundredth of the time."""
     if not len(gathers):
         return []
     limit = max(gathers.live(units_ahead(gathers))) if budget is None else budget
     seconds, chosen = _fastest(gathers, segments, limit)
-    for more in (min(room, max(gathers.live(units_ahead(gathers, 2)))), room) if budget is None else ():
+    for more in (min(room.most, max(gathers.live(units_ahead(gathers, 2)))), room.most) if budget is None else ():
         faster, with_more = _fastest(gathers, segments, more) if more > limit else (seconds, chosen)
-        if faster * WORTH < seconds:
+        if faster * WORTH < seconds and room.has(max(gathers.live(with_more))):
             seconds, chosen = faster, with_more
     return _no_further(gathers, segments, seconds, chosen)
 

@@ -1,0 +1,73 @@
+"""Memory that a schedule may spend on having more run beside compute than FSDP2 has.
+
+It is a twentieth of the device's memory, as far as a step leaves that: what the step holds by the memory model, with a
+gradient and two states of an optimizer for each parameter that is trained, as AdamW keeps them; and a tenth of the
+device's memory for what that model does not see, such as kernels' workspaces, buffers of the process group, and what
+the allocator cannot use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graph_fsdp.passes.analysis.memory import (
+    copies_are_elsewhere,
+    shard_nbytes,
+    shards_on_device,
+    storages,
+    whole_nbytes,
+)
+from graph_fsdp.passes.context import PassContext
+from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.transforms.slots import most_at_once
+
+_SPENT, _UNSEEN = 0.05, 0.1
+_OF_TRAINED = 3  # bytes for each of a shard: the gradient and the two states
+
+
+@dataclass(frozen=True)
+class Room:
+    """Holds what may be spent: ``most`` bytes, and no more than what the device has ``left`` beside a step, which takes
+    long to say and is asked for where spending would be faster."""
+
+    most: int = 0
+    left: Callable[[], float] = lambda: math.inf
+
+    def __bool__(self) -> bool:
+        return self.most > 0
+
+    def has(self, nbytes: int) -> bool:
+        return nbytes <= self.most and nbytes <= self.left()
+
+
+NO_ROOM = Room()
+
+
+def room_of(context: PassContext) -> Room:
+    """Return what may be spent; nothing where nothing runs beside compute."""
+    hardware = context.cost.hardware if context.cost is not None else None
+    if hardware is None or not hardware.overlaps:
+        return NO_ROOM
+    seen = hardware.memory * (1 - _UNSEEN)
+
+    def left() -> float:
+        if context.step_nbytes is None:
+            context.step_nbytes = _step_nbytes(context)
+        return seen - context.step_nbytes
+
+    return Room(int(hardware.memory * _SPENT), left)
+
+
+def _step_nbytes(context: PassContext) -> int:
+    """Return the bytes at the peak of a step, of the graphs as they are before their schedule."""
+    graphs = [graph for phase in ("forward", "backward", "inference") if (graph := context.graphs.get(phase))]
+    peaks = [most_at_once((s.begin, s.end, s.nbytes) for s in storages(graph, context).found) for graph in graphs]
+    specs = context.model.parameters
+    if backward := context.graphs.get("backward"):
+        reduced = backward.with_role(Role.REDUCE_START)
+        specs = {name: specs[name] for start in reduced for name in start.meta["fsdp"].params}
+    elsewhere = context.model.offload is not None and copies_are_elsewhere(context)
+    trained = 0 if elsewhere else _OF_TRAINED * shard_nbytes(specs.values())
+    return max(peaks) + whole_nbytes(context) + shards_on_device(context) + trained
