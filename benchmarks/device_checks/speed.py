@@ -6,6 +6,7 @@ first, should the part's time not do for all.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -194,6 +195,7 @@ def memory_of_other_options_beside_the_plan(device: torch.device) -> Figures:
 def measured_memory(device: torch.device, workload: Workload, options: dict[str, Any]) -> Figures:
     accelerator = torch.accelerator
     torch._dynamo.reset()
+    gc.collect()  # the model before, whose modules are in cycles
     accelerator.memory.empty_cache()
     if device.type == VIRTUAL:
         options = {**options, **schedule_of(device), "backend": "eager"}
