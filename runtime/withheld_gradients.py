@@ -28,7 +28,6 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import begins_of
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.transforms.bucket import is_unsynced
 from graph_fsdp.runtime.ranks import lockstep
@@ -147,11 +146,6 @@ def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
             owned.add(node)
         taken.add(root)
     return frozenset(owned)
-
-
-def begins_in_shard(start: fx.Node) -> tuple[int, ...]:
-    """Return where in the shard that is reduced over replicas each parameter's gradient begins."""
-    return tuple(begins_of(operand(operand(start))))
 
 
 class AbsentGradients:
