@@ -19,6 +19,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import begins_of
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.runtime.comm.collectives import AllGather, Comms, Pending, ReduceScatter
 from graph_fsdp.runtime.comm.quantized import QuantizedReduceScatter
@@ -29,7 +30,7 @@ from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
 from graph_fsdp.runtime.ranks.agreement import digest
 from graph_fsdp.runtime.regions.regions import Region, RegionCache, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots, by_device
-from graph_fsdp.runtime.withheld_gradients import KeptGradients, begins_in_shard, keep_plan, owned_gradients
+from graph_fsdp.runtime.withheld_gradients import KeptGradients, keep_plan, owned_gradients
 
 
 class Program:
@@ -202,7 +203,7 @@ class ProgramText:
             given["comms"], given["registered"] = self.comms if given["custom"] else None, self.registered
             made = QuantizedReduceScatter if given["sent_as"] else ReduceScatter
             reduce = bound(made, given)(given["grads"]).start
-        begins = begins_in_shard(node) if again else ()
+        begins = tuple(begins_of(operand(operand(node)))) if again else ()  # in the shard of the first reduction
         begin = partial(start_reduction, reduce=reduce, params=node.meta["fsdp"].params, begins=begins)
         return self._start(node, "reduce over replicas" if again else "reduce", begin)
 

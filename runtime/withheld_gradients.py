@@ -14,7 +14,6 @@ and agree in an all-reduce of bytes on what no rank has (docs/decisions/gradient
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operand, operands
+from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.transforms.bucket import is_unsynced
 from graph_fsdp.runtime.ranks import lockstep
 
@@ -147,17 +146,6 @@ def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
             owned.add(node)
         taken.add(root)
     return frozenset(owned)
-
-
-def begins_in_shard(start: fx.Node) -> tuple[int, ...]:
-    """Return where in the shard that is reduced over replicas each parameter's gradient begins."""
-    first = operand(operand(start))
-    values = [grad.meta["val"] for grad in operands(first)]
-    world = dialect.argument(first, "world_size")
-    if first.target is dialect.reduce_scatter_start:
-        dtype, messages = dialect.argument(first, "dtype"), dialect.argument(first, "messages")
-        return tuple(dialect.reduced_offsets(values, dtype, world, messages)[:-1])
-    return tuple(itertools.accumulate((value.numel() for value in values[:-1]), initial=0))
 
 
 class AbsentGradients:

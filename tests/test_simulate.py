@@ -11,7 +11,6 @@ import torch
 from models import GPT, MLP
 
 from graph_fsdp.passes import Hardware, Link, Role, default_pipeline, find_hardware, memory_profile, simulate
-from graph_fsdp.passes.ir.dialect import wait_of
 from graph_fsdp.passes.transforms.schedule import Segments, at_distance
 from graph_fsdp.planning import Traced, trace
 
@@ -40,9 +39,8 @@ def test_the_schedule_pass_computes_with_the_clock_of_simulate(distance: int) ->
     serial, ahead = traced(prefetch=0), traced(prefetch=distance)
     assert serial.context.cost is not None
     starts = serial.forward.with_role(Role.GATHER_START)
-    waits = [wait_of(start) for start in starts]
     taken = serial.context.cost.graph_seconds(serial.forward)
-    segments = Segments.of(serial.forward.nodes, starts, waits, serial.context.cost, taken)
+    segments = Segments.of(serial.forward.nodes, starts, serial.context.cost, taken)
     predicted = segments.seconds(at_distance(len(starts), distance))
     assert predicted == pytest.approx(seconds(ahead)[0], rel=1e-9)
     assert segments.seconds(list(range(len(starts)))) == pytest.approx(seconds(serial)[0], rel=1e-9)

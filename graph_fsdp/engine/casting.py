@@ -28,7 +28,9 @@ def follow_cast(engine: Engine, policies: Mapping[str, MixedPrecisionPolicy]) ->
     Where something else knows a parameter's dtype nothing is done, and the next forward refuses the cast.
     """
     storage, old = engine.storage, engine.spec
-    if not isinstance(storage, Storage) or not _is_cast(storage) or not _can_follow(engine, storage):
+    if not isinstance(storage, Storage) or not _can_follow(engine, storage):
+        return
+    if all(p.shard.dtype is p.spec.dtype for p in storage.parameters.values()):
         return
     parameters = []
     for name, p in old.parameters.items():
@@ -40,10 +42,6 @@ def follow_cast(engine: Engine, policies: Mapping[str, MixedPrecisionPolicy]) ->
     engine.spec = engine.pipeline.arrange(spec, engine.cost)
     storage.take_spec(engine.spec)
     engine.cast = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-
-
-def _is_cast(storage: Storage) -> bool:
-    return any(p.shard.dtype is not p.spec.dtype for p in storage.parameters.values())
 
 
 def _can_follow(engine: Engine, storage: Storage) -> bool:

@@ -227,15 +227,11 @@ def warn_of_traces(structure: Structure, causes: Sequence[Cause]) -> None:
     """Warn, once, of a model that Dynamo has traced for ``causes``, more often than torch lets it by default."""
     again = causes and causes[-1].kind == "guard"  # and not another piece of the model
     if again and compat.goes_on_at_torchs_limit(len(causes)):
-        warnings.warn(_traced_often(structure, causes, gives_up=False), stacklevel=2)
+        warnings.warn(traced_often(structure, causes, gives_up=False), stacklevel=2)
 
 
-def traced_too_often(structure: Structure, causes: Sequence[Cause]) -> GraphBreakError:
-    """Return the error for a model that Dynamo has traced again and again, for ``causes``."""
-    return GraphBreakError(_traced_often(structure, causes, gives_up=True))
-
-
-def _traced_often(structure: Structure, causes: Sequence[Cause], gives_up: bool) -> str:
+def traced_often(structure: Structure, causes: Sequence[Cause], *, gives_up: bool) -> str:
+    """Say that Dynamo has traced a model again and again, for ``causes``."""
     hooks = structure.hooks()
     return (
         (f"{', '.join(hooks)}: " if hooks else "")

@@ -32,7 +32,7 @@ from graph_fsdp.engine.dynamo import (
     differentiable_once,
     forget_programs,
     own_code,
-    traced_too_often,
+    traced_often,
     warn_of_traces,
     what_to_raise,
 )
@@ -51,7 +51,7 @@ from graph_fsdp.engine.substitution import (
     warn_of_writes,
 )
 from graph_fsdp.engine.updates import Updates
-from graph_fsdp.errors import PassError, UnsupportedError, VerificationError
+from graph_fsdp.errors import GraphBreakError, PassError, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
 from graph_fsdp.module.structure import NO_STRUCTURE, Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
@@ -213,7 +213,8 @@ class Engine:
             except (compat.Unsupported, compat.UserError, compat.TorchRuntimeError) as error:
                 raised = what_to_raise(error, entry, self._call, self.structure, self.fullgraph)
             except compat.FailOnRecompileLimitHit as error:
-                raise traced_too_often(self.structure, causes_of(self.graphs, key)) from error
+                causes = causes_of(self.graphs, key)
+                raise GraphBreakError(traced_often(self.structure, causes, gives_up=True)) from error
             finally:
                 self._inputs, self._call = {}, None
             raise raised  # with the cause and the context that it has

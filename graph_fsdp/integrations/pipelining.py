@@ -6,9 +6,9 @@ torch's stage reduces gradients once per step by FSDP2's inside, until torch 2.1
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -19,6 +19,17 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 from graph_fsdp import compat
 from graph_fsdp.module.unit_methods import place
 from graph_fsdp.runtime.ranks.stages import stage_failures
+
+
+def _told(what: str, method: Callable[..., Any]) -> Any:
+    """Return a stage's method with its errors told to the ranks of the other stages."""
+
+    @wraps(method)
+    def told(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
+        with self.telling(what):
+            return method(self, *args, **kwargs)
+
+    return told
 
 
 class PipelineStage(TorchStage):
@@ -98,11 +109,8 @@ class PipelineStage(TorchStage):
     def stage_index_to_group_rank(self, ranks: dict[int, int]) -> None:
         self._ranks = ranks
 
+    @partial(_told, "forward")
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.telling("forward"):
-            return self._forward_one_chunk(*args, **kwargs)
-
-    def _forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.submod
         engine, _ = place(model)
         if torch.is_grad_enabled() and self.has_backward and not engine.finalization.manual:
@@ -111,13 +119,10 @@ class PipelineStage(TorchStage):
                 model.set_reshard_after_backward(False)
         return super().forward_one_chunk(*args, **kwargs)
 
+    @partial(_told, "backward")
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        with self.telling("backward"):
-            return self._backward(backward_type, bwd_kwargs, last_backward)
-
-    def _backward(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool) -> Any:
         grads: tuple[Tensor | None, ...] = ()
         of_weights = None
         if backward_type == "weight":
@@ -158,17 +163,5 @@ class PipelineStage(TorchStage):
         model.set_manual_backward_finalization(False)
 
 
-def _told(name: str) -> Any:
-    """Return the method of torch's stage whose errors the other stages get to know."""
-    of_torch = getattr(TorchStage, name)
-
-    @functools.wraps(of_torch)
-    def method(self: PipelineStage, *args: Any, **kwargs: Any) -> Any:
-        with self.telling("the search for shapes"):
-            return of_torch(self, *args, **kwargs)
-
-    return method
-
-
 for _name in filter(partial(hasattr, TorchStage), compat.FIND_SHAPES_OF_STAGES):
-    setattr(PipelineStage, _name, _told(_name))
+    setattr(PipelineStage, _name, _told("the search for shapes", getattr(TorchStage, _name)))

@@ -68,9 +68,10 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
     def __setattr__(self, name: str, value: Any) -> None:
         # This is how torch's ``register_fsdp_forward_method`` reaches us.
         if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
-            if _only_calls_the_model(self, method):
+            calls = _called_by(self, method)
+            if calls == "the model":
                 return
-            made = _whole_in if _calls_the_encoder(self, method) else _compiled_method
+            made = _whole_in if calls == "the encoder" else _compiled_method
             value = made(cast(nn.Module, self), name, method)
         elif name == "forward" and not torch.compiler.is_compiling() and not self._graph_fsdp.fullgraph:
             value = _forward_in_its_place(cast(nn.Module, self), value)
@@ -238,27 +239,16 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
     return run
 
 
-def _only_calls_the_model(module: Any, method: Callable[..., Any]) -> bool:
-    """Say whether a method is ``generate`` of a decoder of transformers, or PEFT's: a loop of Python, in which each
-    call of the model is compiled already. transformers' Trainer registers it."""
-    if _name_of(method) == ("peft.peft_model", "PeftModelForCausalLM.generate"):
-        return isinstance(module.get_base_model(), GraphFSDPModule)
-    return _name_of(method) == _GENERATE and not getattr(module.config, "is_encoder_decoder", False)
-
-
-def _calls_the_encoder(module: Any, method: Callable[..., Any]) -> bool:
-    """Say whether a method is transformers' ``generate`` of an encoder and a decoder, or PEFT's: the same loop, which
-    begins with a call of the encoder by itself."""
-    if _name_of(method) == ("peft.peft_model", "PeftModelForSeq2SeqLM.generate"):
-        return True
-    return _name_of(method) == _GENERATE and bool(getattr(module.config, "is_encoder_decoder", False))
-
-
-def _name_of(method: Callable[..., Any]) -> tuple[str, str]:
-    return getattr(method, "__module__", ""), getattr(method, "__qualname__", "")
-
-
-_GENERATE = ("transformers.generation.utils", "GenerationMixin.generate")
+def _called_by(module: Any, method: Callable[..., Any]) -> str:
+    """Say what transformers' ``generate``, or PEFT's, calls; "" of any other method. That of a decoder is a loop of
+    Python, in which each call of "the model" is compiled already: transformers' Trainer registers it. That of an
+    encoder and a decoder is the same loop, which begins with a call of "the encoder" by itself."""
+    name = getattr(method, "__module__", ""), getattr(method, "__qualname__", "")
+    if name == ("transformers.generation.utils", "GenerationMixin.generate"):
+        return "the encoder" if getattr(module.config, "is_encoder_decoder", False) else "the model"
+    if name == ("peft.peft_model", "PeftModelForCausalLM.generate"):
+        return "the model" if isinstance(module.get_base_model(), GraphFSDPModule) else ""
+    return "the encoder" if name == ("peft.peft_model", "PeftModelForSeq2SeqLM.generate") else ""
 
 
 def _forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
@@ -19,6 +17,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.text import Text
 
+from graph_fsdp.compat.inductor.probes import replace_file
 from graph_fsdp.monitoring.record import PREFIX, MonitorRecord
 from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.report.file import check_writable
@@ -76,19 +75,8 @@ def text_file(path: str | os.PathLike[str], model: str) -> Output:
     check_writable(path)
     target = Path(path)
 
-    def write(record: MonitorRecord) -> None:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(record.open_metrics(model))
-            os.chmod(name, 0o644)  # mkstemp's is for its user alone, and a collector may be another
-            os.replace(name, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-
-    return write
+    # A collector may be another user.
+    return lambda record: replace_file(target, record.open_metrics(model), 0o644)
 
 
 class MetricsHTTPServer(ThreadingHTTPServer):

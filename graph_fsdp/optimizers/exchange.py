@@ -50,9 +50,6 @@ class MatrixRanks:
         """Return the number of ranks of a dimension, and this rank's place among them."""
         return (1, 0) if dim is None else (self.mesh.size(dim), self.mesh.get_local_rank(dim))
 
-    def group(self, dim: int | None) -> dist.ProcessGroup:
-        return self.mesh.get_group(dim)
-
     @property
     def everyone(self) -> tuple[int, ...]:
         """Return the global ranks of the mesh."""
@@ -230,7 +227,7 @@ class Exchange:
             return
         for line, values in enumerate(self._by_owner if self._lines > 1 else ()):
             if values.numel():
-                group = self._ranks.group(self._ranks.across)
+                group = self._ranks.mesh.get_group(self._ranks.across)
                 broadcast = partial(dist.broadcast, as_bytes(values), group=group, group_src=line)
                 self._start(group, [values], broadcast)
 
@@ -258,7 +255,7 @@ class Exchange:
         """Start an all-to-all among the ranks of a dimension of the mesh."""
         if dim is None:
             return
-        group, itemsize = self._ranks.group(dim), sent.dtype.itemsize
+        group, itemsize = self._ranks.mesh.get_group(dim), sent.dtype.itemsize
         into, out_of = ([numel * itemsize for numel in numels] for numels in (numels_in, numels_out))
         exchange = partial(dist.all_to_all_single, as_bytes(received), as_bytes(sent), into, out_of, group=group)
         self._start(group, [received, sent], exchange)

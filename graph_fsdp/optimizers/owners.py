@@ -155,7 +155,7 @@ class Owners:
                     in_step = ranks.everyone
                 lockstep = lockstep_of(in_step) if is_shared(in_step) else None
                 if lockstep is not None and ranks is not None and ranks.divides:
-                    names = [ranks.group(dim).group_name for dim in (ranks.sharding, ranks.across)]
+                    names = [ranks.mesh.get_group(dim).group_name for dim in (ranks.sharding, ranks.across)]
                     lockstep.runs_on(names, p.device)
                 self._known[id(p)] = _KnownParameter(name, p, ranks, lockstep)
 

@@ -12,12 +12,13 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
+
+from graph_fsdp.compat.inductor.probes import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -87,23 +88,12 @@ class Folder:
                     return
                 body = program()
                 head = json.dumps({"key": dict(key), "sha256": hashlib.sha256(body.encode()).hexdigest()})
-                self._put(path, f"{head}\n{body}")
+                replace_file(path, f"{head}\n{body}")
                 self._make_room()
         except Timeout:
             return
         except (OSError, NotImplementedError) as error:  # an unwritable folder, a file system without locks
             log.info("no program can be kept in %s: %s", self.path, error)
-
-    def _put(self, path: Path, text: str) -> None:
-        handle, temporary = tempfile.mkstemp(".part", path.stem, self.path)  # nobody else can read it
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
 
     def _make_room(self) -> None:
         """Remove what is beyond the bound. A process that has opened a file still reads it."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_fsdp import compat
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import Role
@@ -17,6 +16,7 @@ from graph_fsdp.passes.ir.effects import mutated_inputs
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.portable import Names, NotPortable, from_data, to_data
+from graph_fsdp.passes.repeat.trace import why_no_values_of_its_own
 from graph_fsdp.runtime.regions.kept_keys import cut_with_keys, keys_to_data
 from graph_fsdp.runtime.regions.regions import Step, cut
 
@@ -41,12 +41,8 @@ def differentiable_outputs(dynamo: fx.Graph, traced: fx.Graph, inputs: int, forw
     outputs = operands(traced.output_node())[:forward_outputs]
     if any(source.op == "placeholder" for node in nodes for source in mutated_inputs(node)):
         raise NotPortable("it writes to its inputs")
-    if not all(isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor) for node in outputs):
-        raise NotPortable("it returns what is no tensor")
-    ours = {compat.storage_id(n.meta["val"]) for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor)}
-    theirs = {compat.storage_id(node.meta["val"]) for node in outputs}
-    if len(theirs) < len(outputs) or not theirs.isdisjoint(ours):
-        raise NotPortable("it returns views of its inputs or of one value")
+    if reason := why_no_values_of_its_own(placeholders, outputs):
+        raise NotPortable(reason)
     differentiable = tuple(bool(value.requires_grad) for value in values)
     tangents = len(placeholders) - inputs
     if tangents not in (0, sum(differentiable)):
@@ -86,6 +82,7 @@ class KeptProgram:
 
     def to_data(self, names: Names, whole: bool) -> dict[str, Any]:
         """Return what ``json.dumps`` takes; with ``whole``, nothing is cut into regions. Raises NotPortable."""
+        self.cuts = {} if whole else {graph.fx_graph: cut(graph) for graph in self.graphs}
         return {
             "kind": self.kind,
             "plan": self.plan.to_json(),
@@ -93,12 +90,8 @@ class KeptProgram:
             "absent": None if self.absent is None else [list(map(list, part.items())) for part in self.absent],
             "stages": {phase: list(map(list, found)) for phase, found in self.stages.items()},
             "graphs": [to_data(graph, names) for graph in self.graphs],
-            "regions": None if whole else [self._keys_to_data(graph, names) for graph in self.graphs],
+            "regions": None if whole else [keys_to_data(self.cuts[g.fx_graph], g.phase, names) for g in self.graphs],
         }
-
-    def _keys_to_data(self, graph: Graph, names: Names) -> dict[str, Any]:
-        steps = self.cuts[graph.fx_graph] = cut(graph)
-        return keys_to_data(steps, graph.phase, names)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], names: Names, mode: Any) -> KeptProgram:

@@ -335,33 +335,30 @@ def _times(call: _Call) -> Value:
     return b * constants[0]
 
 
-def _by_names(*pairs: tuple[str, Callable[[_Call], Value]]) -> dict[str, Callable[[_Call], Value]]:
-    return {name: handler for names, handler in pairs for name in names.split()}
-
-
 # By the names of functions of torch and of ``operator``, and of methods, without the underscores around them.
-_HANDLERS = _by_names(
-    ("arange", _arange),
-    ("ones new_ones ones_like", _filled(1)),
-    ("zeros new_zeros zeros_like", _filled(0)),
-    ("full new_full", _full),
-    ("to int long bool type clone contiguous expand expand_as", _same),
-    ("unsqueeze", _unsqueeze),
-    ("getitem", _getitem),
-    ("diff", _diff),
-    ("cumsum", _cumsum),
-    ("tril", _triangle(1)),
-    ("triu", _triangle(-1)),
-    ("add", lambda call: call.two[0] + call.two[1]),
-    ("sub", lambda call: call.two[0] - call.two[1]),
-    ("mul", _times),
-    ("le less_equal", _compared(lambda a, b: b - a)),
-    ("lt less", _compared(lambda a, b: b - a - Affine(1))),
-    ("ge greater_equal", _compared(lambda a, b: a - b)),
-    ("gt greater", _compared(lambda a, b: a - b - Affine(1))),
-    ("eq", _equal),
-    ("ne not_equal", _unequal),
-    ("and logical_and bitwise_and", _and),
-    ("or logical_or bitwise_or", _or),
-    ("invert not logical_not bitwise_not", _not),
-)
+_HANDLED: dict[str, Callable[[_Call], Value]] = {
+    "arange": _arange,
+    "ones new_ones ones_like": _filled(1),
+    "zeros new_zeros zeros_like": _filled(0),
+    "full new_full": _full,
+    "to int long bool type clone contiguous expand expand_as": _same,
+    "unsqueeze": _unsqueeze,
+    "getitem": _getitem,
+    "diff": _diff,
+    "cumsum": _cumsum,
+    "tril": _triangle(1),
+    "triu": _triangle(-1),
+    "add": lambda call: call.two[0] + call.two[1],
+    "sub": lambda call: call.two[0] - call.two[1],
+    "mul": _times,
+    "le less_equal": _compared(lambda a, b: b - a),
+    "lt less": _compared(lambda a, b: b - a - Affine(1)),
+    "ge greater_equal": _compared(lambda a, b: a - b),
+    "gt greater": _compared(lambda a, b: a - b - Affine(1)),
+    "eq": _equal,
+    "ne not_equal": _unequal,
+    "and logical_and bitwise_and": _and,
+    "or logical_or bitwise_or": _or,
+    "invert not logical_not bitwise_not": _not,
+}
+_HANDLERS = {name: handler for names, handler in _HANDLED.items() for name in names.split()}

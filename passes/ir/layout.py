@@ -140,11 +140,18 @@ def layout_of(start: fx.Node) -> GatherLayout:
 
 def messages_of(start: fx.Node) -> list[tuple[list[fx.Node], int]]:
     """Return the gradients of a ``reduce_scatter_start``, by message, and the element at which its result begins."""
+    given, offsets = arguments(start), begins_of(start)
+    ends = itertools.accumulate(given.messages or [len(offsets)], initial=0)
+    return [(list(given.grads[first:end]), offsets[first]) for first, end in itertools.pairwise(ends)]
+
+
+def begins_of(start: fx.Node) -> list[int]:
+    """Return the element at which each gradient's shard begins in what a reduction yields."""
     given = arguments(start)
     values = [grad.meta["val"] for grad in given.grads]
-    offsets = dialect.reduced_offsets(values, given.dtype, given.world_size, given.messages)
-    ends = itertools.accumulate(given.messages or [len(values)], initial=0)
-    return [(list(given.grads[first:end]), offsets[first]) for first, end in itertools.pairwise(ends)]
+    if start.target is dialect.reduce_scatter_start:
+        return dialect.reduced_offsets(values, given.dtype, given.world_size, given.messages)[:-1]
+    return list(itertools.accumulate((int(value.numel()) for value in values[:-1]), initial=0))
 
 
 def gradients_sent(start: fx.Node) -> list[fx.Node]:

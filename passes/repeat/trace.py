@@ -102,12 +102,19 @@ def _check(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) 
             raise NotRepeatable(f"{node.target} is no operator")
         if mutated_inputs(node):
             raise NotRepeatable(f"{node} writes to its input")
-    if not all(isinstance(node, fx.Node) and isinstance(node.meta["val"], Tensor) for node in outputs):
-        raise NotRepeatable("it returns what is no tensor")
-    given = {compat.storage_id(node.meta["val"]) for node in inputs}
-    returned = {compat.storage_id(node.meta["val"]) for node in outputs}
-    if len(returned) < len(outputs) or not returned.isdisjoint(given):
-        raise NotRepeatable("it returns views of its inputs or of one value")
+    if reason := why_no_values_of_its_own(inputs, outputs):
+        raise NotRepeatable(reason)
+
+
+def why_no_values_of_its_own(inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> str:
+    """Say why the outputs of a graph are not tensors in memory of their own, each another's; "" where they are."""
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
+    if not all(isinstance(value, Tensor) for value in values):
+        return "it returns what is no tensor"
+    given = {compat.storage_id(n.meta["val"]) for n in inputs if isinstance(n.meta.get("val"), Tensor)}
+    returned = set(map(compat.storage_id, values))
+    own = len(returned) == len(values) and returned.isdisjoint(given)
+    return "" if own else "it returns views of its inputs or of one value"
 
 
 def _divide(nodes: list[fx.Node], tangents: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:

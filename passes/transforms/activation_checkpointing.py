@@ -33,7 +33,7 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.recurrent import recurrent_layer
 from graph_fsdp.passes.ir.unit_calls import unit_calls
 from graph_fsdp.passes.pipeline import PassPipeline
-from graph_fsdp.passes.transforms.edits import computed_of, reached_from
+from graph_fsdp.passes.transforms.edits import computed_of_constants, reached_from
 from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
 from graph_fsdp.passes.transforms.recompute import forward_nodes, is_of_parameters, save, tag
 
@@ -219,9 +219,7 @@ class _Joint:
         self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}
         # What is made of nothing is made again, or not, as the partitioner likes. (Equal ones of several units are one
         # by then, and tags of different units would have it saved.)
-        constants = computed_of(
-            nodes, lambda n: n.op == "get_attr" or (not n.all_input_nodes and _is_pure(n)), _is_pure
-        )
+        constants = computed_of_constants(nodes, _is_pure)
         left_out, calls = self.of_parameters | constants, unit_calls(graph, context.model)
         self.computed = [n for n in nodes if n.op == "call_function" and n not in left_out and has_tensor(n)]
         without_gradients = [n for n in self.computed if n not in self.of_gradients]

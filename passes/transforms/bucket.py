@@ -23,6 +23,7 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
+from graph_fsdp.passes.ir.layout import begins_of
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.ir.spec import HOST, BucketSpec, ModelSpec, ParameterSpec
@@ -280,7 +281,7 @@ def _reduced(
     graph: Graph, context: PassContext, grads: list[fx.Node], parameters: list[ParameterSpec], of: NodeRecord
 ) -> tuple[fx.Node, list[int]]:
     """Insert a bucket's collectives; return the last flat result, and where in it each parameter's begins."""
-    model, first, begins = context.model, parameters[0], _begins(parameters)[:-1]
+    model, first = context.model, parameters[0]
     mesh, group = first.mesh, model.reduce_group(first.mesh)
     bucket, custom = model.bucket_of.get(first.name), context.settings.custom_reduce_scatter
     options, hooked = reduction_options(parameters, of.bucket, context)
@@ -293,10 +294,9 @@ def _reduced(
     else:
         messages = [] if custom or first.sent_as else bucket.reduced_in(parameters)
         over = (mesh.world_size, group, mesh.replicas, messages, custom)
-        target, values = dialect.reduce_scatter_start, [grad.meta["val"] for grad in grads]
-        quantized = {"sent_as": first.sent_as} if first.sent_as else {}
-        begins = dialect.reduced_offsets(values, first.reduce_dtype, mesh.world_size, messages)[:-1]
+        target, quantized = dialect.reduce_scatter_start, {"sent_as": first.sent_as} if first.sent_as else {}
     flat = start_and_wait(graph, target, (grads, first.reduce_dtype, *over), of, options | quantized)
+    begins = begins_of(operand(flat))
     if is_unreplicated(first, context):
         return flat, begins
     if mesh.world_size > 1 and mesh.replicas > 1:

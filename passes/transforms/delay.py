@@ -87,8 +87,7 @@ class DelayWeightGradients(GraphPass):
         and fewer where the peak of memory would be higher."""
         assert context.cost is not None
         starts = graph.with_role(Role.GATHER_START)
-        waits = [wait_of(start) for start in starts]
-        gathers, seconds, before = find_gathers(graph, starts, waits), context.cost.graph_seconds(graph), graph.nodes
+        gathers, seconds, before = find_gathers(graph, starts), context.cost.graph_seconds(graph), graph.nodes
         taken = {start: sum(seconds[node] for node in (*nodes, start)) for start, nodes in products.items()}
         link = {start: context.cost.collective_seconds(start) for start in (*products, last)}
 
@@ -102,7 +101,7 @@ class DelayWeightGradients(GraphPass):
         timed: list[float] = []
         for chosen in sets:
             orders.append(order := _behind(graph, last, chosen, products))
-            segments = Segments.of(order, starts, waits, context.cost, seconds)
+            segments = Segments.of(order, starts, context.cost, seconds)
             timed.append(segments.seconds(choose(gathers, segments, self.budget, room_of(context))))
             if sum(map(taken.__getitem__, chosen)) > _ENOUGH * link[last]:
                 break

@@ -89,6 +89,11 @@ def computed_of(
     return found
 
 
+def computed_of_constants(nodes: Iterable[fx.Node], joins: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Return the constants among ``nodes``, and what calls that ``joins`` make of nothing and of these alone."""
+    return computed_of(nodes, lambda n: n.op == "get_attr" or (not n.all_input_nodes and joins(n)), joins)
+
+
 def reached_from(graph: Graph, sources: Iterable[fx.Node], ends: Collection[Any] = ()) -> set[fx.Node]:
     """Return the sources, and what is computed of them and of other values; calls of ``ends`` are not followed."""
     found = set(sources)

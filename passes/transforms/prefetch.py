@@ -101,11 +101,11 @@ class Prefetch(GraphPass):
 
     def _place(self, graph: Graph, starts: list[fx.Node], distance: Distance, context: PassContext) -> None:
         waits = [wait_of(start) for start in starts]
-        gathers = find_gathers(graph, starts, waits)
+        gathers = find_gathers(graph, starts)
         if distance is BackwardPrefetch.BACKWARD_POST:
             after = list(range(len(starts)))
         elif distance == "auto" and context.cost is not None:
-            segments = Segments.of(graph.nodes, starts, waits, context.cost, context.cost.graph_seconds(graph))
+            segments = Segments.of(graph.nodes, starts, context.cost, context.cost.graph_seconds(graph))
             after = choose(gathers, segments, self.budget, room_of(context))
         else:
             after = at_distance(len(starts), distance if isinstance(distance, int) else 1)

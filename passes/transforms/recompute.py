@@ -19,7 +19,7 @@ from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap, is_random
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.passes.transforms.edits import ancestors, computed_of, reached_from
+from graph_fsdp.passes.transforms.edits import ancestors, computed_of, computed_of_constants, reached_from
 
 # The partitioner saves a recomputed node whose user belongs to a later checkpoint region (a higher id). Gathers
 # feed users in every region, so they take an id above all of the user's own.
@@ -74,13 +74,12 @@ def _is_compressed(name: str, model: ModelSpec) -> bool:
 
 def _constants(graph: Graph) -> set[fx.Node]:
     """Return what is made of no input and not drawn at random, as a table for values that are dequantized is."""
-    found: set[fx.Node] = set()
-    for node in graph.fx_graph.nodes:
-        is_made = kind_of(node) in (Kind.FREE, Kind.FUSIBLE) or node.target in _DEQUANTIZING
-        made = node.op == "call_function" and is_made and not is_random(node)
-        if (made and found.issuperset(node.all_input_nodes)) or node.op == "get_attr":
-            found.add(node)
-    return found
+
+    def is_made(node: fx.Node) -> bool:
+        made = kind_of(node) in (Kind.FREE, Kind.FUSIBLE) or node.target in _DEQUANTIZING
+        return node.op == "call_function" and made and not is_random(node)
+
+    return computed_of_constants(graph.fx_graph.nodes, is_made)
 
 
 def is_of_parameters(node: fx.Node) -> bool:

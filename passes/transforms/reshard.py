@@ -90,8 +90,8 @@ class Reshard(GraphPass):
             return waits
         if context.reshard_after_forward == "auto":
             starts: list[fx.Node] = [operand(wait) for wait in waits]
-            gathers = find_gathers(graph, starts, waits)
-            return [waits[k] for k in _worth_keeping(gathers, starts, self.budget, context.cost)]
+            kept = _worth_keeping(find_gathers(graph, starts), starts, self.budget, context.cost)
+            return [waits[k] for k in kept]
         last = _used_last(graph, waits)
         room = room_of(context)
         if self.budget is not None or not room or "backward" not in context.graphs:
@@ -143,7 +143,7 @@ def _check_needed(graph: Graph, context: PassContext) -> None:
 
 def _used_last(graph: Graph, waits: list[fx.Node]) -> list[fx.Node]:
     """Return the buckets of the unit that is used last of these, as far as no other unit is used after them."""
-    gathers = find_gathers(graph, [operand(wait) for wait in waits], waits)
+    gathers = find_gathers(graph, [operand(wait) for wait in waits])
     by_use = sorted(range(len(waits)), key=lambda k: (gathers.last[k], k), reverse=True)
     units = [waits[k].meta["fsdp"].unit for k in by_use]
     kept = itertools.takewhile(lambda place: units[place] == units[0], range(len(units)))
@@ -166,9 +166,8 @@ def _is_faster(kept: list[fx.Node], than: list[fx.Node], context: PassContext) -
 
     def taken(names: set[str]) -> float:
         starts = [start for start in gathers if start.meta["fsdp"].bucket not in names]
-        waits = [dialect.wait_of(start) for start in starts]
-        segments = Segments.of(graph.nodes, starts, waits, cost, seconds)
-        return segments.seconds(choose(find_gathers(graph, starts, waits), segments, None, room_of(context)))
+        segments = Segments.of(graph.nodes, starts, cost, seconds)
+        return segments.seconds(choose(find_gathers(graph, starts), segments, None, room_of(context)))
 
     return taken(given) * WORTH < taken(otherwise)
 

@@ -68,9 +68,9 @@ class Gathers:
         return list(itertools.accumulate(changes[:-1]))
 
 
-def find_gathers(graph: Graph, starts: list[fx.Node], waits: list[fx.Node]) -> Gathers:
+def find_gathers(graph: Graph, starts: list[fx.Node]) -> Gathers:
     positions = graph.positions()
-    ends = sorted(positions[wait] for wait in waits)
+    ends = sorted(positions[dialect.wait_of(start)] for start in starts)
     found = {gather.start or gather.buffer: gather for gather in graph.gathers}
 
     def last(gather: Gather) -> int:
@@ -147,18 +147,14 @@ class Segments:
 
     @classmethod
     def of(
-        cls,
-        nodes: Sequence[fx.Node],
-        starts: list[fx.Node],
-        waits: list[fx.Node],
-        cost: CostModel,
-        seconds: Mapping[fx.Node, float],
+        cls, nodes: Sequence[fx.Node], starts: list[fx.Node], cost: CostModel, seconds: Mapping[fx.Node, float]
     ) -> Segments:
-        """Describe a graph that has its nodes in this order, which take these ``seconds`` of compute."""
+        """Describe a graph that has its nodes in this order, which take these ``seconds`` of compute. ``starts``: of
+        its gathers, in the plan's order."""
         found = (node for node in nodes if node.target in dialect.STARTS)
         started = {s: Task(cost.collective_seconds(s), dialect.group_of(s), copies=seconds[s]) for s in found}
         gathers = [started[start] for start in starts]
-        awaited, arrivals = dict(zip(waits, gathers, strict=True)), dict[Task, float]()
+        awaited, arrivals = {dialect.wait_of(start): started[start] for start in starts}, dict[Task, float]()
         tasks: list[Task] = []
         compute = total = 0.0
         for node in nodes:

@@ -14,6 +14,7 @@ from graph_fsdp.passes.context import PassContext, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import begins_of
 from graph_fsdp.passes.ir.operands import argument, arguments, operand
 from graph_fsdp.passes.transforms.bucket import is_unreplicated
 from graph_fsdp.passes.verify.places import exchanged
@@ -143,10 +144,5 @@ class GradientChecks:
 
     def _spans(self, start: fx.Node) -> Iterator[tuple[str, tuple[int, int]]]:
         """Say from where to where the shards of gradients lie in what a reduction yields."""
-        given, names = arguments(start), start.meta["fsdp"].params
-        numels = [self.context.model.parameters[name].shard_numel for name in names]
-        begins = [0, *itertools.accumulate(numels)]
-        if start.target is dialect.reduce_scatter_start:
-            values = [grad.meta["val"] for grad in given.grads]
-            begins = dialect.reduced_offsets(values, given.dtype, given.world_size, given.messages)
-        yield from ((name, (begin, begin + numel)) for name, begin, numel in zip(names, begins, numels, strict=False))
+        for name, begin in zip(start.meta["fsdp"].params, begins_of(start), strict=False):
+            yield name, (begin, begin + self.context.model.parameters[name].shard_numel)

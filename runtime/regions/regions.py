@@ -18,7 +18,7 @@ import hashlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class Region:
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     owner: fx.GraphModule
+    keys: dict[str, RegionKey] = field(default_factory=dict, init=False)  # by the kind of its graph
 
     @property
     def is_view_only(self) -> bool:
@@ -80,11 +81,6 @@ class Region:
     def called(self, node: fx.Node) -> Any:
         """Return what a node of the body calls, or the constant that it reads."""
         return operator.attrgetter(str(node.target))(self.owner) if node.op == "get_attr" else node.target
-
-    @cached_property
-    def keys(self) -> dict[str, RegionKey]:
-        """Hold the region's key by the kind of its graph."""
-        return {}
 
     def key(self, kind: str) -> RegionKey:
         """Return the region's key in a graph of a kind. The nodes must not change any more."""

@@ -113,14 +113,21 @@ def read_note(path: Path) -> str | None:
 
 
 def write_note(path: Path, text: str) -> None:
-    """Write a file at once or not at all; what cannot be written is found out again."""
+    """Write a note, unless that cannot be: what it says is then found out again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
+        replace_file(path, text)
+
+
+def replace_file(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a file at once or not at all: who reads it meanwhile finds what was there before."""
+    handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
-            raise
+        raise
