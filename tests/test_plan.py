@@ -190,6 +190,9 @@ CONFIG = {
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(MODEL)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def model_alone():
+    return nn.Linear(16, 8)
+
     (tmp_path / "other.json").write_text(json.dumps({**CONFIG, "model_type": "no_such_model"}))
     (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5"}))
@@ -199,8 +202,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("model", ["own.py:model", "own.py:model_and_inputs", "config.json"])
 def test_the_command_prints_json(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", str(folder / model), "--mesh", "2x4", "--seq", "16", "--json"]
-    assert main(arguments) == 0
+    length = [] if model.endswith("inputs") else ["--seq", "16"]
+    assert main(["plan", str(folder / model), "--mesh", "2x4", *length, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mesh_shape"] == [2, 4] and found["hardware"] == "h100" and found["fits"]
     assert found["tokens_per_second"] is None if model.endswith("inputs") else found["tokens_per_second"] > 0
@@ -255,6 +258,9 @@ def test_bad_commands(
     [
         ("--mesh", "8by8", "'8by8' is no mesh: give a number of ranks, or REPLICASxSHARDS"),
         ("--memory", "80 gallons", "'80 gallons' is no size: give bytes, or as 500MB"),
+        (["own.py:model_and_inputs", "--seq", "16"], "--seq: own.py:model_and_inputs returns inputs of its own"),
+        (["own.py:model_and_inputs", "--batch", "2"], "--batch: own.py:model_and_inputs returns inputs of its own"),
+        (["own.py:model_alone"], "own.py:model_alone returns no inputs, and its forward fails on tokens, [1, 4096]"),
         ("--seq", "0", "'0' is no count: give a whole number, 1 or more"),
     ],
 )
