@@ -56,6 +56,24 @@ def test_times_are_those_of_the_graphs() -> None:
     assert made.forward.stages["bucket"].code and made.find("model.head.weight").events  # a report like any other
 
 
+def test_copies_of_offloaded_activations_take_time(tmp_path: Path) -> None:
+    x = torch.empty(4096, 16, device="meta")
+    plain, made = (
+        graph_fsdp.plan(WithLoss, (x,), mesh_shape=(8,), hardware="h100", activation_checkpointing=how)
+        for how in (None, "offload")
+    )
+    made.save_trace(tmp_path / "trace.json")
+    for view in (made.forward, made.backward):
+        found = view.scheduled()
+        copies = [event for event in found.timeline.events if event.group == "activations"]
+        assert copies
+        for event in copies:
+            nbytes = event.node.meta["fsdp"].nbytes
+            assert event.end - event.begin == pytest.approx(found.cost.transfer_seconds(nbytes)) and nbytes >= 4096 * 64
+    assert made.step_seconds > plain.step_seconds
+    assert "copies of activations" in (tmp_path / "trace.json").read_text()
+
+
 def test_flops_are_those_of_the_model() -> None:
     """Two per multiplication and row in forward, three times in training, and no more with checkpointing."""
     products = 2 * (16 * 32 + 32 * 16) + 16 * 5
@@ -172,6 +190,9 @@ def model():
 def model_and_inputs():
     return nn.Linear(16, 8), torch.zeros(4, 16)
 
+def model_alone():
+    return nn.Linear(16, 8)
+
 def nothing():
     return None
 
@@ -190,9 +211,6 @@ CONFIG = {
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(MODEL)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-def model_alone():
-    return nn.Linear(16, 8)
-
     (tmp_path / "other.json").write_text(json.dumps({**CONFIG, "model_type": "no_such_model"}))
     (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5"}))
@@ -240,6 +258,9 @@ def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys
         (["own.py:model", "--straggler", "0.5"], "straggler: says how many times slower the slowest rank computes"),
         (["own.py:model", "--memory", "80GB"], "--memory: says what a search must fit into; give --search too"),
         (["own.py:model", "--search", "--report", "a.html"], "--report: is of one plan, and --search makes several"),
+        (["own.py:model_and_inputs", "--seq", "16"], "--seq: own.py:model_and_inputs returns inputs of its own"),
+        (["own.py:model_and_inputs", "--batch", "2"], "--batch: own.py:model_and_inputs returns inputs of its own"),
+        (["own.py:model_alone"], "own.py:model_alone returns no inputs, and its forward fails on tokens, [1, 4096]"),
         (["own.py:model", "--report", "no/such/folder.html"], "path: cannot be written"),
         (["no.py:model", "--report", "report.txt"], "'report.txt' ends in neither"),
     ],
@@ -258,9 +279,6 @@ def test_bad_commands(
     [
         ("--mesh", "8by8", "'8by8' is no mesh: give a number of ranks, or REPLICASxSHARDS"),
         ("--memory", "80 gallons", "'80 gallons' is no size: give bytes, or as 500MB"),
-        (["own.py:model_and_inputs", "--seq", "16"], "--seq: own.py:model_and_inputs returns inputs of its own"),
-        (["own.py:model_and_inputs", "--batch", "2"], "--batch: own.py:model_and_inputs returns inputs of its own"),
-        (["own.py:model_alone"], "own.py:model_alone returns no inputs, and its forward fails on tokens, [1, 4096]"),
         ("--seq", "0", "'0' is no count: give a whole number, 1 or more"),
     ],
 )

@@ -179,9 +179,7 @@ class Plan(GraphReport):
         speed = f"{self.tokens_per_second:,.0f} tokens/s per rank, " if self.tokens_per_second is not None else ""
         held = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in sorted(self.memory.items(), key=lambda i: -i[1]))
         room = "fits" if self.fits else "does not fit"
-        told = [f"a straggler of {self.conditions.straggler:g}"] if self.conditions.straggler > 1 else []
-        told += ["contention"] if self.conditions.contention else []
-        met = f", with {' and '.join(told)}" if told else ""
+        met = f", with {self.conditions}" if str(self.conditions) else ""
         over = self.fits and self.reserved.nbytes > self.hardware.memory
         more = ", more than there is: torch will wait for the device, and give back free blocks" if over else ""
         lines = [
