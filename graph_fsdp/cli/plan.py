@@ -100,7 +100,7 @@ def _made(chosen: argparse.Namespace) -> Any:
 
     from graph_fsdp.passes import find_hardware
     from graph_fsdp.planning import Dimensions, plan, search
-    from graph_fsdp.planning.model_config import find_model
+    from graph_fsdp.planning.model_config import BATCH, LENGTH, find_model
     from graph_fsdp.planning.search import meshes
 
     dimensions = Dimensions.of(chosen.mesh)
@@ -131,9 +131,10 @@ def _made(chosen: argparse.Namespace) -> Any:
         if are_own or type(error).__module__.startswith("graph_fsdp."):
             raise
         kind, said = type(error).__name__, " ".join(str(error).split())
+        shape = [chosen.batch or BATCH, chosen.seq or LENGTH]
         raise ValueError(
-            f"model: {chosen.model} returns no inputs, and its forward fails on tokens, {list(inputs[0].shape)} of "
-            f"int64; return a module and its inputs ({kind}: {said[:400]})"
+            f"model: {chosen.model} returns no inputs, and its forward fails on tokens, {shape} of int64; return a "
+            f"module and its inputs ({kind}: {said[:400]})"
         ) from error
 
 

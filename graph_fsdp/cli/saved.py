@@ -92,11 +92,12 @@ def _inspect_checkpoint(chosen: argparse.Namespace) -> None:
 
     found = contents(chosen.checkpoint)
     if chosen.json:
-        checked = None
+        figures = {**asdict(found), "checked": None}
         try:
-            checked = None if chosen.no_check else asdict(check(chosen.checkpoint))
+            if not chosen.no_check:
+                figures["checked"] = asdict(check(chosen.checkpoint))
         finally:  # what there is of a damaged one, too
-            print(json.dumps({**asdict(found), "checked": checked}, indent=1))
+            print(json.dumps(figures, indent=1))
         return
     print(found)
     if chosen.tensors:
