@@ -17,6 +17,7 @@ from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
 from graph_fsdp.passes.analysis.memory import shards_on_device
 from graph_fsdp.passes.analysis.optimizers import OPTIMIZERS, optimizer_seconds
 from graph_fsdp.passes.analysis.simulate import Conditions
+from graph_fsdp.passes.ir.settings import check_flags
 from graph_fsdp.passes.pipeline import collector_paused
 from graph_fsdp.planning.allocator import Reserved, StepAllocations, planned_step, replay
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
@@ -243,9 +244,7 @@ def plan(
     if optimizer not in OPTIMIZERS:
         known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer: {optimizer!r} is not known; known are {known}")
-    for name, value in {"clip_gradients": clip_gradients, "expandable_segments": expandable_segments}.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+    check_flags(clip_gradients=clip_gradients, expandable_segments=expandable_segments, finalization=finalization)
     passes = _pipeline_for(described, compile_options.pop("passes", None))
     dimensions = find_dimensions(mesh_shape, parallelize, own_meshes=compile_options.get("meshes"))
     if dimensions.pp > 1 and not finalization:
