@@ -257,6 +257,7 @@ def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys
         (["own.py:model", "--mesh", "8x6"], "mesh_shape: 8x6 does not divide into nodes of 8 h100"),
         (["own.py:model", "--straggler", "0.5"], "straggler: says how many times slower the slowest rank computes"),
         (["own.py:model", "--memory", "80GB"], "--memory: says what a search must fit into; give --search too"),
+        (["own.py:model", "--search", "--expandable-segments"], "--expandable-segments: is of one plan, and --search"),
         (["own.py:model", "--search", "--report", "a.html"], "--report: is of one plan, and --search makes several"),
         (["own.py:model_and_inputs", "--seq", "16"], "--seq: own.py:model_and_inputs returns inputs of its own"),
         (["own.py:model_and_inputs", "--batch", "2"], "--batch: own.py:model_and_inputs returns inputs of its own"),

@@ -325,6 +325,7 @@ def test_the_command_plans_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixt
     for wrong, message in (
         (["own.py:model", "--mesh", "tp=2"], "model: own.py:model is no config.json, and how to divide it over tp=2"),
         ([arguments[1], "--mesh", "tp=2", "--report", f"{tmp_path}/a.html"], "--report: is of one program"),
+        ([arguments[1], "--mesh", "pp=2", "--reshard", "true"], "--reshard: ranks gather parameters once a step"),
         ([arguments[1], "--mesh", "pp=2", "--microbatches", "1"], "microbatches: 1F1B refuses 1"),
     ):
         assert main(["plan", *wrong]) == 2

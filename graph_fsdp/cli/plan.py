@@ -69,8 +69,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _run(chosen: argparse.Namespace) -> None:
     if chosen.search:
-        for option, default in (("reshard", "default"), ("checkpointing", "none"), ("report", None), ("trace", None)):
-            if getattr(chosen, option) != default:
+        defaults = {"reshard": "default", "checkpointing": "none", "report": None, "trace": None}
+        for name, default in {**defaults, "expandable_segments": False}.items():
+            if getattr(chosen, name) != default:
+                option = name.replace("_", "-")
                 raise ValueError(f"--{option}: is of one plan, and --search makes several; leave it out")
     elif chosen.memory is not None:
         raise ValueError("--memory: says what a search must fit into; give --search too")
@@ -152,6 +154,8 @@ def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[s
         if getattr(chosen, name):
             option = name.replace("_", "-")
             raise ValueError(f"--{option}: is of one program, and a pipeline's stages have one each; leave it out")
+    if chosen.reshard != "default":
+        raise ValueError("--reshard: ranks gather parameters once a step, for all microbatches; leave it out")
     if chosen.search and (chosen.schedule or chosen.stages_per_rank > 1):
         raise ValueError("--schedule: is of one plan, and --search compares several; leave it out")
     if not chosen.model.endswith(".json"):
