@@ -191,8 +191,8 @@ def measure_configured(config: Path, layers: int) -> dict[str, float]:
         changed.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": layers}))
         begin = time.process_time()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = find_model(str(changed), 1, SEQUENCE)
-        plan = prediction.plan(*model, mesh_shape=MESH, hardware="h100", mp_policy=policy)
+        model, inputs, _ = find_model(str(changed), 1, SEQUENCE)
+        plan = prediction.plan(model, inputs, mesh_shape=MESH, hardware="h100", mp_policy=policy)
         json.dumps(plan.summary())
     planned = time.process_time() - begin
     stages = [stage for of_phase in plan.traced.context.stages.values() for stage in of_phase.values()]

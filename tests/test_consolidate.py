@@ -6,6 +6,7 @@ import json
 import stat
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -210,17 +211,26 @@ def test_on_the_command_line(saved: Path, tmp_path: Path, capsys: pytest.Capture
     assert f"{saved}: step 1, saved by 1 ranks" in printed and "whole: " in printed
     assert "model.blocks.0.up.weight" in printed and "extra: step = 1, schedule = a dict" in printed
     assert main(["inspect-checkpoint", str(saved), "--json", "--no-check"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 1 and found["checked"] is None
+    assert main(["inspect-checkpoint", str(saved), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checked"] == asdict(check(saved))
 
     assert main(["consolidate", str(saved), "-o", str(tmp_path / "m.safetensors"), "--shard-size", "1KB"]) == 0
     assert "m.safetensors.index.json" in capsys.readouterr().out
     assert main(["consolidate", str(saved), "-o", str(tmp_path / "m.zip")]) == 2
     assert "must end with .safetensors or .pt" in capsys.readouterr().err
+    for name in ("m.pt", "m.safetensors"):
+        assert main(["consolidate", str(saved), "-o", str(tmp_path / "none" / name)]) == 2
+        assert f"out: there is no folder '{tmp_path / 'none'}'; make it first" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["consolidate", str(saved), "-o", "m.safetensors", "--shard-size", "2 apples"])
     assert "'2 apples' is no size: give bytes, or as 500MB, 2GB, 1GiB" in capsys.readouterr().err
     flip(saved / "__0_0.distcp", 300)
     assert main(["inspect-checkpoint", str(saved)]) == 2
     assert "__0_0.distcp is damaged from byte" in capsys.readouterr().err
+    assert main(["inspect-checkpoint", str(saved), "--json"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["checked"] is None and "__0_0.distcp is damaged from byte" in said.err
     assert main(["inspect-checkpoint", str(tmp_path)]) == 2
     assert "has no .metadata" in capsys.readouterr().err

@@ -281,6 +281,17 @@ def test_stages_are_where_the_schedule_has_them(fake_group: None) -> None:
     assert not any(engine_of(stage.submod).finalization.manual for stage in stages)
 
 
+@pytest.mark.filterwarnings("ignore:activation_checkpointing. activations are offloaded")
+def test_activations_that_are_offloaded(fake_group: None) -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager", activation_checkpointing="offload")
+    model.set_manual_backward_finalization(True)
+    for _ in range(2):
+        model(torch.ones(64, 16)).sum().backward()
+    assert calls(graph_fsdp.inspect(model).backward, "reload_activation")
+    model.finalize_backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_reductions_of_another_type(fake_group: None) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     model: Any = graph_fsdp.compile(MLP(depth=1), mp_policy=policy)  # Inductor compiles the casts of what is reduced

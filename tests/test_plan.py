@@ -56,6 +56,24 @@ def test_times_are_those_of_the_graphs() -> None:
     assert made.forward.stages["bucket"].code and made.find("model.head.weight").events  # a report like any other
 
 
+def test_copies_of_offloaded_activations_take_time(tmp_path: Path) -> None:
+    x = torch.empty(4096, 16, device="meta")
+    plain, made = (
+        graph_fsdp.plan(WithLoss, (x,), mesh_shape=(8,), hardware="h100", activation_checkpointing=how)
+        for how in (None, "offload")
+    )
+    made.save_trace(tmp_path / "trace.json")
+    for view in (made.forward, made.backward):
+        found = view.scheduled()
+        copies = [event for event in found.timeline.events if event.group == "activations"]
+        assert copies
+        for event in copies:
+            nbytes = event.node.meta["fsdp"].nbytes
+            assert event.end - event.begin == pytest.approx(found.cost.transfer_seconds(nbytes)) and nbytes >= 4096 * 64
+    assert made.step_seconds > plain.step_seconds
+    assert "copies of activations" in (tmp_path / "trace.json").read_text()
+
+
 def test_flops_are_those_of_the_model() -> None:
     """Two per multiplication and row in forward, three times in training, and no more with checkpointing."""
     products = 2 * (16 * 32 + 32 * 16) + 16 * 5
@@ -172,6 +190,9 @@ def model():
 def model_and_inputs():
     return nn.Linear(16, 8), torch.zeros(4, 16)
 
+def model_alone():
+    return nn.Linear(16, 8)
+
 def nothing():
     return None
 
@@ -199,8 +220,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("model", ["own.py:model", "own.py:model_and_inputs", "config.json"])
 def test_the_command_prints_json(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", str(folder / model), "--mesh", "2x4", "--seq", "16", "--json"]
-    assert main(arguments) == 0
+    length = [] if model.endswith("inputs") else ["--seq", "16"]
+    assert main(["plan", str(folder / model), "--mesh", "2x4", *length, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mesh_shape"] == [2, 4] and found["hardware"] == "h100" and found["fits"]
     assert found["tokens_per_second"] is None if model.endswith("inputs") else found["tokens_per_second"] > 0
@@ -236,7 +257,11 @@ def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys
         (["own.py:model", "--mesh", "8x6"], "mesh_shape: 8x6 does not divide into nodes of 8 h100"),
         (["own.py:model", "--straggler", "0.5"], "straggler: says how many times slower the slowest rank computes"),
         (["own.py:model", "--memory", "80GB"], "--memory: says what a search must fit into; give --search too"),
+        (["own.py:model", "--search", "--expandable-segments"], "--expandable-segments: is of one plan, and --search"),
         (["own.py:model", "--search", "--report", "a.html"], "--report: is of one plan, and --search makes several"),
+        (["own.py:model_and_inputs", "--seq", "16"], "--seq: own.py:model_and_inputs returns inputs of its own"),
+        (["own.py:model_and_inputs", "--batch", "2"], "--batch: own.py:model_and_inputs returns inputs of its own"),
+        (["own.py:model_alone"], "own.py:model_alone returns no inputs, and its forward fails on tokens, [1, 4096]"),
         (["own.py:model", "--report", "no/such/folder.html"], "path: cannot be written"),
         (["no.py:model", "--report", "report.txt"], "'report.txt' ends in neither"),
     ],

@@ -315,9 +315,17 @@ def test_the_command_plans_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads(capsys.readouterr().out)
     assert found["mesh_shape"] == {"pp": 2, "dp_shard": 2} and found["schedule"] == "GPipe" and found["fits"]
     assert found["microbatches"] == 8 and found["in_flight"] == [8, 8] and len(found["stages"]) == 2
+    assert main([*arguments[:4], "--mesh", "2", "--microbatches", "3", "--straggler", "1.5", "--contention"]) == 0
+    printed = capsys.readouterr().out
+    assert "1F1B with 3 microbatches, with a straggler of 1.5 and contention" in printed
+    assert ", of it bubble 0.0%" in printed
+    for mesh in ("pp=2,dp_shard=2", "dp_shard=2,tp=2"):
+        assert main([*arguments[:4], "--mesh", mesh, "--checkpointing", "offload"]) == 0
+    capsys.readouterr()
     for wrong, message in (
         (["own.py:model", "--mesh", "tp=2"], "model: own.py:model is no config.json, and how to divide it over tp=2"),
         ([arguments[1], "--mesh", "tp=2", "--report", f"{tmp_path}/a.html"], "--report: is of one program"),
+        ([arguments[1], "--mesh", "pp=2", "--reshard", "true"], "--reshard: ranks gather parameters once a step"),
         ([arguments[1], "--mesh", "pp=2", "--microbatches", "1"], "microbatches: 1F1B refuses 1"),
     ):
         assert main(["plan", *wrong]) == 2

@@ -178,6 +178,10 @@ def test_the_command_makes_a_page(report: GraphReport, file: Path, tmp_path: Pat
         (["none.json"], "No such file"),
         (["{file}", "--html", "page.json"], "--html: 'page.json' must end in .html"),
         (["{file}", "--html", "no/page.html"], "path: cannot be written"),
+        (["{file}", "--html", ""], "'' ends in neither"),
+        (["{file}", "--diff", ""], "no graph has a stage ''"),
+        (["{file}", "--code", ""], "no graph has a stage ''"),
+        (["{file}", "--find", ""], "no sharded parameter ''"),
         (["{file}", "--diff", "fuse"], "no graph has a stage 'fuse'; there are causal_attention, "),
     ],
 )
@@ -187,6 +191,22 @@ def test_what_the_command_cannot_do(
     assert main(["report", *(a.format(file=file) for a in arguments)]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and said.out == ""
+
+
+def test_the_command_prints_one_thing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(file), "--diff", "free", "--code", "free"])
+    assert ended.value.code == 2 and "--code: not allowed with argument --diff" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_gets_whole_names_and_numbers(
+    report: GraphReport, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "60", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["report", str(file)]) == 0
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert printed.split() == str(report).split()
 
 
 # When a pass fails

@@ -87,6 +87,8 @@ def consolidate(
     target = Path(out)
     if target.suffix not in (".safetensors", ".pt"):
         raise ValueError(f"out: {target.name!r} must end with .safetensors or .pt")
+    if not target.parent.is_dir():
+        raise ValueError(f"out: there is no folder {str(target.parent)!r}; make it first")
     if shard_size is not None and (target.suffix == ".pt" or shard_size < 1):
         raise ValueError("shard_size is a number of bytes for .safetensors files; leave it out for .pt")
     checkpoint = Checkpoint.open(path)

@@ -60,12 +60,14 @@ def export(
     engine = engine_of(model)
     mesh = engine.storage.mesh
     facts: list[str] = []
+    member, outside = isinstance(group, dist.ProcessGroup), dist.GroupMember.NON_GROUP_MEMBER
     with agreeing_on_values(mesh, facts):
         buckets = _buckets(model, dtype, max_bytes)
         check_rank(mesh, rank)
+        if not (group is None or member or (isinstance(group, type(outside)) and group == outside)):
+            raise TypeError(f"group must be a ProcessGroup, GroupMember.NON_GROUP_MEMBER or None, got {group!r}")
         named = [f"{names} {tuple(t.shape)} {t.dtype}" for bucket in buckets for t, names in bucket]
         facts += [f"export(dtype={dtype}, max_bytes={max_bytes}, rank={rank})", *named]
-    member = isinstance(group, dist.ProcessGroup)
     mine = rank is None or not dist.is_initialized() or dist.get_rank() == rank
     return _exported(engine, buckets, dtype, mine, group if member else None)
 

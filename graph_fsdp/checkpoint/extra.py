@@ -100,6 +100,12 @@ def saved_extra(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Path]
         raise CheckpointError(f"extra: cannot be read: {error}") from error
 
 
+def check_extra(extra: object) -> None:
+    """Raise TypeError if it is no mapping by name, nor None."""
+    if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
+        raise TypeError(f"extra must be a dict of values by name, got {type(extra).__name__}")
+
+
 class ExtraValues:
     """Holds what was saved as ``extra``, matched when made with what the caller has under the same names. ``wanted``:
     the tensors to read into, which are the caller's DTensors, and for all else a copy per rank."""

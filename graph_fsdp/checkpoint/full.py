@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from graph_fsdp.initialise.initial_values import agreeing_on_values, checkpoint_facts
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, Rename, match_keys
+from graph_fsdp.passes.ir.settings import check_flags
 from graph_fsdp.report.report import engine_of
 
 
@@ -30,6 +31,7 @@ def load_safetensors(
     mesh = engine_of(model).storage.mesh
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):
+        check_flags(strict=strict)
         files, matched = Safetensors(path, strict, rename).match(model)
         facts += checkpoint_facts(files, matched)
     files.read((key, value) for value, key in matched.key_of.items())
@@ -57,6 +59,7 @@ def load_full_state_dict(
     values: dict[str, Tensor] = {}
     incompatible = IncompatibleKeys([], [])
     with agreeing_on_values(mesh, []):
+        check_flags(strict=strict)
         if first:
             values, incompatible = _fitting(model, state_dict, strict)
     if mesh is not None:

@@ -25,7 +25,7 @@ from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, size_mismatch
 from graph_fsdp.mesh import DataParallelMesh
-from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.passes.ir.settings import check_flags, is_count
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime.ranks.agreement import digest
 
@@ -100,8 +100,7 @@ def _check(engine: Engine, mesh: DataParallelMesh | None, tensors: Any, rank: An
         raise RuntimeError("import_() was called while the model's forward runs; call it before or after")
     if not is_count(max_bytes):
         raise ValueError(f"max_bytes must be a positive number of bytes, got {max_bytes!r}")
-    if not isinstance(strict, bool):
-        raise TypeError(f"strict must be True or False, got {strict!r}")
+    check_flags(strict=strict)
     check_rank(mesh, rank)
     has = rank is None or mesh is None or dist.get_rank() == rank
     if has and (isinstance(tensors, (str, Tensor)) or not isinstance(tensors, Iterable)):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from graph_fsdp.checkpoint.extra import EXTRA, ExtraValues
+from graph_fsdp.checkpoint.extra import EXTRA, ExtraValues, check_extra
 from graph_fsdp.checkpoint.files import access_of, read
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.hosts import is_in_memory
@@ -35,6 +35,7 @@ from graph_fsdp.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     RNG,
+    check_model,
     leaves,
     nested,
     optimizers_of,
@@ -46,6 +47,7 @@ from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, listed
 from graph_fsdp.optimizers.groups import parameters_of
+from graph_fsdp.passes.ir.settings import check_flags
 
 
 def load(
@@ -91,6 +93,9 @@ def load(
         bring_values(ranks, Path(path), mine, verify)
     facts = [] if in_memory else [os.path.abspath(path)]
     with ranks.agreeing(facts):
+        check_flags(random_states=random_states, verify=verify)
+        check_model(model)
+        check_extra(extra)
         optimizers = optimizers_of(optimizer)
         facts.append(f"{len(optimizers)} optimizers")
         checkpoint = Checkpoint.open(path)

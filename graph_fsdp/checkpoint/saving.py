@@ -17,14 +17,15 @@ from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint import folder
 from graph_fsdp.checkpoint.claims import claim, is_of_others
+from graph_fsdp.checkpoint.extra import check_extra
 from graph_fsdp.checkpoint.files import Writer, access_of
 from graph_fsdp.checkpoint.group import NOT_DISTRIBUTED, Ranks
 from graph_fsdp.checkpoint.hosts import give_sequence, survey
 from graph_fsdp.checkpoint.in_memory import MemoryWriter, prepare
-from graph_fsdp.checkpoint.state import optimizers_of, training_state
+from graph_fsdp.checkpoint.state import check_model, optimizers_of, training_state
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
-from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.passes.ir.settings import check_flags, is_count
 
 
 class PendingSave:
@@ -110,6 +111,8 @@ def save(
     try:
         given: list[str] = []
         with ranks.agreeing(given) as told:
+            check_flags(asynchronous=asynchronous, overwrite=overwrite)
+            check_model(model)
             _check(final, extra, keep, memory)
             optimizers = optimizers_of(optimizer)
             given.append(f"{len(optimizers)} optimizers")
@@ -164,8 +167,7 @@ def finish_pending(*memory: bool) -> None:
 def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None, memory: bool) -> None:
     if path.name.startswith("."):
         raise ValueError(f"path: {path.name!r} begins with a dot, as temporary folders do; choose another name")
-    if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
-        raise TypeError(f"extra must be a dict of values by name, got {type(extra).__name__}")
+    check_extra(extra)
     if not isinstance(memory, bool):
         raise TypeError(f"memory must be True, to write to the memory of hosts, or False, got {memory!r}")
     if keep is None:

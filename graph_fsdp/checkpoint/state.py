@@ -31,11 +31,20 @@ MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
-    found = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    wrong = next((o for o in found if not isinstance(o, Optimizer)), None)
-    if wrong is not None:
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, some of them, or None, got {type(wrong).__name__}")
+    several = () if optimizer is None else optimizer
+    found = tuple(several) if isinstance(several, Iterable) else (several,)
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, some of them, or None, got {type(each).__name__}"
+            )
     return found
+
+
+def check_model(model: object) -> None:
+    """Raise TypeError if it is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:

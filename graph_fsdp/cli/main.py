@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shell has it 130 after Ctrl-C and 141 where nobody reads the output any more (``graph-fsdp report FILE | head``)."""
     try:
         status = _main(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no output at all
         return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -35,12 +35,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages-per-rank", type=_count, default=1, help="of Interleaved1F1B (default 1)")
     parser.add_argument("--hardware", default="h100", help="of every rank (default h100)")
     parser.add_argument(
-        "--batch",
-        type=_count,
-        default=1,
-        help="rows per rank, of a microbatch (default 1)",
+        "--batch", type=_count, help="rows per rank, of a microbatch (default 1, or the function's inputs)"
     )
-    parser.add_argument("--seq", type=_count, default=4096, help="tokens per row (default 4096)")
+    parser.add_argument("--seq", type=_count, help="tokens per row (default 4096, or the function's inputs)")
     parser.add_argument(
         "--precision", "--dtype", dest="dtype", choices=_DTYPES, default="bfloat16", help="gathered and computed in"
     )
@@ -72,8 +69,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _run(chosen: argparse.Namespace) -> None:
     if chosen.search:
-        for option, default in (("reshard", "default"), ("checkpointing", "none"), ("report", None), ("trace", None)):
-            if getattr(chosen, option) != default:
+        defaults = {"reshard": "default", "checkpointing": "none", "report": None, "trace": None}
+        for name, default in {**defaults, "expandable_segments": False}.items():
+            if getattr(chosen, name) != default:
+                option = name.replace("_", "-")
                 raise ValueError(f"--{option}: is of one plan, and --search makes several; leave it out")
     elif chosen.memory is not None:
         raise ValueError("--memory: says what a search must fit into; give --search too")
@@ -103,7 +102,7 @@ def _made(chosen: argparse.Namespace) -> Any:
 
     from graph_fsdp.passes import find_hardware
     from graph_fsdp.planning import Dimensions, plan, search
-    from graph_fsdp.planning.model_config import find_model
+    from graph_fsdp.planning.model_config import BATCH, LENGTH, find_model
     from graph_fsdp.planning.search import meshes
 
     dimensions = Dimensions.of(chosen.mesh)
@@ -121,14 +120,24 @@ def _made(chosen: argparse.Namespace) -> Any:
     }
     if divided:
         return _divided(chosen, dimensions, options)
-    if chosen.search:
-        model = find_model(chosen.model, chosen.batch, chosen.seq)
-        replicas = (dimensions.dp_replicate,) if dimensions.dp_replicate > 1 else ()
-        shapes = dict.fromkeys([(*replicas, dimensions.dp_shard), *meshes(dimensions.ranks, island)])
-        return search(*model, mesh_shapes=list(shapes), memory=chosen.memory, progress=_progress, **options)
-    with Console(stderr=True).status("tracing the model and running the passes"):
-        model_fn, inputs = find_model(chosen.model, chosen.batch, chosen.seq)
-        return plan(model_fn, inputs, mesh_shape=dimensions, **_memory_options(chosen), **options)
+    model_fn, inputs, are_own = find_model(chosen.model, chosen.batch, chosen.seq)
+    try:
+        if chosen.search:
+            replicas = (dimensions.dp_replicate,) if dimensions.dp_replicate > 1 else ()
+            shapes = list(dict.fromkeys([(*replicas, dimensions.dp_shard), *meshes(dimensions.ranks, island)]))
+            limits = {"memory": chosen.memory, "progress": _progress}
+            return search(model_fn, inputs, mesh_shapes=shapes, **limits, **options)
+        with Console(stderr=True).status("tracing the model and running the passes"):
+            return plan(model_fn, inputs, mesh_shape=dimensions, **_memory_options(chosen), **options)
+    except (RuntimeError, LookupError, TypeError, AttributeError) as error:
+        if are_own or type(error).__module__.startswith("graph_fsdp."):
+            raise
+        kind, said = type(error).__name__, " ".join(str(error).split())
+        shape = [chosen.batch or BATCH, chosen.seq or LENGTH]
+        raise ValueError(
+            f"model: {chosen.model} returns no inputs, and its forward fails on tokens, {shape} of int64; return a "
+            f"module and its inputs ({kind}: {said[:400]})"
+        ) from error
 
 
 def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[str, Any]) -> Any:
@@ -138,13 +147,15 @@ def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[s
     from graph_fsdp.passes import find_hardware
     from graph_fsdp.planning import plan_pipeline, search_pipelines
     from graph_fsdp.planning.causal_lm import CausalLM
-    from graph_fsdp.planning.model_config import read_config
+    from graph_fsdp.planning.model_config import BATCH, LENGTH, read_config
     from graph_fsdp.planning.search import neighbours
 
     for name in ("report", "trace", "expandable_segments"):
         if getattr(chosen, name):
             option = name.replace("_", "-")
             raise ValueError(f"--{option}: is of one program, and a pipeline's stages have one each; leave it out")
+    if chosen.reshard != "default":
+        raise ValueError("--reshard: ranks gather parameters once a step, for all microbatches; leave it out")
     if chosen.search and (chosen.schedule or chosen.stages_per_rank > 1):
         raise ValueError("--schedule: is of one plan, and --search compares several; leave it out")
     if not chosen.model.endswith(".json"):
@@ -152,18 +163,19 @@ def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[s
             f"model: {chosen.model} is no config.json, and how to divide it over {dimensions} is not known; call "
             "graph_fsdp.planning.plan_pipeline with your stages and parallelize"
         )
+    sizes = chosen.batch or BATCH, chosen.seq or LENGTH
     microbatches, config = chosen.microbatches or 4 * dimensions.pp, read_config(Path(chosen.model))
     if chosen.search:
         hardware = find_hardware(chosen.hardware)
 
         def divided(on: Dimensions) -> Any:
-            model = CausalLM(config, on, chosen.batch, chosen.seq)
+            model = CausalLM(config, on, *sizes)
             return model.stage, model.parallelize
 
         every = microbatches * dimensions.dp_replicate * dimensions.dp_shard
         shapes, options = neighbours(dimensions, hardware.island), {**options, "microbatches": every}
         return search_pipelines(divided, mesh_shapes=shapes, memory=chosen.memory, progress=_progress, **options)
-    model = CausalLM(config, dimensions, chosen.batch, chosen.seq)
+    model = CausalLM(config, dimensions, *sizes)
     with Console(stderr=True).status("tracing the stages and running the passes"):
         return plan_pipeline(
             model.stage,

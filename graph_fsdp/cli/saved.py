@@ -15,10 +15,11 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "Reads data only; nothing in the file is run."
     )
     parser.add_argument("file", metavar="FILE.json", help="what report.save wrote, or the file that an error names")
-    parser.add_argument("--html", metavar="FILE.html", help="save it as a page for a browser, and print nothing")
-    parser.add_argument("--diff", metavar="PASS", help="print what a pass changed, and nothing else")
-    parser.add_argument("--code", metavar="PASS", help="print the graphs after a pass, and nothing else")
-    parser.add_argument("--find", metavar="PARAMETER", help="print where a parameter is gathered, used and freed")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--html", metavar="FILE.html", help="save it as a page for a browser, and print nothing")
+    instead.add_argument("--diff", metavar="PASS", help="print what a pass changed, and nothing else")
+    instead.add_argument("--code", metavar="PASS", help="print the graphs after a pass, and nothing else")
+    instead.add_argument("--find", metavar="PARAMETER", help="print where a parameter is gathered, used and freed")
     parser.set_defaults(run=_report)
 
 
@@ -55,19 +56,19 @@ def _report(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
     from graph_fsdp.report.file import is_page, load_report
+    from graph_fsdp.report.text import WIDTH
 
-    if chosen.html and not is_page(chosen.html):
+    if chosen.html is not None and not is_page(chosen.html):
         raise ValueError(f"--html: {chosen.html!r} must end in .html")
     report = load_report(chosen.file)
-    if chosen.html:
+    if chosen.html is not None:
         report.save(chosen.html)
-    elif chosen.find:
+    elif chosen.find is not None:
         try:
             print(report.find(chosen.find))
         except KeyError as error:
             raise ValueError(error.args[0]) from error
-    elif chosen.diff or chosen.code:
-        name = chosen.diff or chosen.code
+    elif (name := chosen.code if chosen.diff is None else chosen.diff) is not None:
         graphs = [(c["index"], graph) for c in report.data["captures"] for graph in c["graphs"]]
         names = dict.fromkeys(stage["name"] for _, graph in graphs for stage in graph["stages"])
         if name not in names:
@@ -76,10 +77,11 @@ def _report(chosen: argparse.Namespace) -> None:
             if any(stage["name"] == name for stage in graph["stages"]):
                 phase = graph["phase"]
                 print(f"# graph {index}, {phase}")
-                print(report.diff(name, phase, index) if chosen.diff else report.stages(phase, index)[name])
+                print(report.diff(name, phase, index) if chosen.code is None else report.stages(phase, index)[name])
     else:
         console = Console()
-        if console.is_terminal:
+        if console.is_terminal:  # a narrower one wraps lines itself: a table made for it would lose names and digits
+            console.width = max(console.width, WIDTH)
             console.print(report)
         else:
             print(report)
@@ -90,15 +92,19 @@ def _inspect_checkpoint(chosen: argparse.Namespace) -> None:
 
     found = contents(chosen.checkpoint)
     if chosen.json:
-        print(json.dumps(asdict(found), indent=1))
-    else:
-        print(found)
-        if chosen.tensors:
-            print(found.table())
+        figures = {**asdict(found), "checked": None}
+        try:
+            if not chosen.no_check:
+                figures["checked"] = asdict(check(chosen.checkpoint))
+        finally:  # what there is of a damaged one, too
+            print(json.dumps(figures, indent=1))
+        return
+    print(found)
+    if chosen.tensors:
+        print(found.table())
     if not chosen.no_check:
         checked = check(chosen.checkpoint)
-        if not chosen.json:
-            print(f"whole: {checked.entries} entries, {checked.bytes:,} bytes, {checked.sums} of them with known sums")
+        print(f"whole: {checked.entries} entries, {checked.bytes:,} bytes, {checked.sums} of them with known sums")
 
 
 def _consolidate(chosen: argparse.Namespace) -> None:

@@ -193,7 +193,10 @@ _RAISES = ("Observed exception", "Data-dependent assertion failed", "when making
 
 def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure) -> GraphBreakError:
     """Return what to raise for ``error``. Raises TypeError if wrong arguments were the cause."""
-    inspect.signature(call.function).bind(call.module, *call.args, **call.kwargs)
+    try:
+        inspect.signature(call.function).bind(call.module, *call.args, **call.kwargs)
+    except TypeError as wrong:
+        raise TypeError(f"{type(call.module).__name__}.forward(): {wrong}") from None
     stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
     if stack and stack[-1].filename == nn.modules.module.__file__ and (hooks := structure.hooks(*OF_BACKWARD)):
         return GraphBreakError(

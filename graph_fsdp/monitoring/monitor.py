@@ -38,7 +38,7 @@ from graph_fsdp.monitoring.record import MonitorRecord
 from graph_fsdp.optimizers.groups import parameters_of
 from graph_fsdp.parameters.gradient_norm import own_square
 from graph_fsdp.passes.analysis.simulate import simulate
-from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.passes.ir.settings import check_flags, is_count
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe import Clock, Event, Observer
@@ -102,8 +102,7 @@ def monitor(
         )
     if not is_count(every):
         raise ValueError(f"every must be a whole number of steps, 1 or more, got {every!r}")
-    if not isinstance(line, bool):
-        raise TypeError(f"line must be True or False, got {line!r}")
+    check_flags(line=line)
     if tokens is not None and not callable(tokens):
         raise TypeError(f"tokens must be a function of (args, kwargs), or None, got {tokens!r}")
     outputs = checked(to, path, port, host)

@@ -19,7 +19,7 @@ from graph_fsdp.optimizers.in_backward import InBackward, StepsInBackward
 from graph_fsdp.optimizers.owners import MATRIX_WISE, MatrixRule, Owners
 from graph_fsdp.optimizers.slices import Slices, unshared
 from graph_fsdp.passes.analysis.optimizers import Stepping, known_as
-from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.passes.ir.settings import check_flags, is_count
 
 Kind = TypeVar("Kind", bound=optim.Optimizer)
 
@@ -82,10 +82,9 @@ def distribute_optimizer(
             ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
-    flags = {"in_backward": in_backward, "offload_state": offload_state, "element_wise": element_wise}
-    for flag, value in flags.items():
-        if not isinstance(value, bool) and (flag != "element_wise" or value is not None):
-            raise TypeError(f"{flag} must be True or False, got {value!r}")
+    check_flags(in_backward=in_backward, offload_state=offload_state)
+    if element_wise is not None:
+        check_flags(element_wise=element_wise)
     if not is_count(gather_ahead, least=0):
         raise ValueError(f"gather_ahead must be a number of units, 0 for none, got {gather_ahead!r}")
     if not isinstance(optimizer, optim.Optimizer):

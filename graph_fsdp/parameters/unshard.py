@@ -32,7 +32,7 @@ from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.gradients import Linked
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.passes.ir.settings import Settings
+from graph_fsdp.passes.ir.settings import Settings, check_flags
 from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.comm.collectives import Comm, Comms, Pending, start_all_gather
@@ -299,11 +299,12 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
             is kept.
 
     Raises:
-        TypeError: ``module`` is no unit of a compiled model and holds none.
+        TypeError: ``module`` is no unit of a compiled model and holds none, or a flag is neither True nor False.
         ParameterChangedError: shards changed in the block (an optimizer's step): writing back would undo that.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    check_flags(recurse=recurse, writeback=writeback)
     found = [(engine.unsharded, unit) for engine, unit in places(module, recurse)]
     if not found:
         raise TypeError(

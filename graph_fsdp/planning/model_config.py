@@ -19,36 +19,41 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.planning.tracing import built_on_meta
 
 Inputs = dict[str, Tensor] | tuple[Any, ...]
+BATCH, LENGTH = 1, 4096
 
 
-def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Module], Inputs]:
-    """Find what builds a model, and the model's inputs on the meta device.
+def find_model(model: str, batch: int | None, length: int | None) -> tuple[Callable[[], nn.Module], Inputs, bool]:
+    """Find what builds a model, the model's inputs on the meta device, and whether the model came with them.
 
     Args:
         model: ``"package.module:function"`` or ``"file.py:function"``: a function without arguments that returns a
             module, or a module and its inputs (a tuple or a dict), of one rank. Or the path of a Hugging Face
             ``config.json``: a causal language model, trained on ``batch`` rows of ``length`` tokens.
+        batch, length: sizes of inputs that the function does not return; None is 1 row, of 4096 tokens.
 
     Raises:
         ValueError: there is no such file or function, or the configuration's architecture is not known, or is no causal
-            language model.
+            language model; or a size is given beside the function's own inputs.
         UnsupportedError: the function needs more than the meta device, or transformers is not installed.
     """
-    tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    tokens = torch.zeros(batch or BATCH, length or LENGTH, dtype=torch.long, device="meta")
     path, separator, name = model.rpartition(":")
     if model.endswith(".py") or (separator and not (path and name)):
         raise ValueError(f"model: {model} names no function that builds the model; give {path or model}:function")
     if not separator or model.endswith(".json"):
-        return _from_config(Path(model)), {"input_ids": tokens, "labels": tokens}
+        return _from_config(Path(model)), {"input_ids": tokens, "labels": tokens}, True
     function = _named(path, name)
     if not callable(function):
         raise ValueError(f"model: {path} has no function {name!r}")
     made = built_on_meta(function)
     if isinstance(made, nn.Module):
-        return function, (tokens,)
+        return function, (tokens,), False
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"model: {model} must return a module, or a module and its inputs, it returned {made!r}")
-    return lambda: function()[0], made[1] if isinstance(made[1], (tuple, dict)) else (made[1],)
+    for option, size in {"batch": batch, "seq": length}.items():
+        if size is not None:
+            raise ValueError(f"--{option}: {model} returns inputs of its own, which have their sizes; leave it out")
+    return lambda: function()[0], made[1] if isinstance(made[1], (tuple, dict)) else (made[1],), True
 
 
 def _named(path: str, name: str) -> Any:

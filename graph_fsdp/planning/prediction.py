@@ -17,6 +17,7 @@ from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
 from graph_fsdp.passes.analysis.memory import shards_on_device
 from graph_fsdp.passes.analysis.optimizers import OPTIMIZERS, optimizer_seconds
 from graph_fsdp.passes.analysis.simulate import Conditions
+from graph_fsdp.passes.ir.settings import check_flags
 from graph_fsdp.passes.pipeline import collector_paused
 from graph_fsdp.planning.allocator import Reserved, StepAllocations, planned_step, replay
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
@@ -179,9 +180,7 @@ class Plan(GraphReport):
         speed = f"{self.tokens_per_second:,.0f} tokens/s per rank, " if self.tokens_per_second is not None else ""
         held = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in sorted(self.memory.items(), key=lambda i: -i[1]))
         room = "fits" if self.fits else "does not fit"
-        told = [f"a straggler of {self.conditions.straggler:g}"] if self.conditions.straggler > 1 else []
-        told += ["contention"] if self.conditions.contention else []
-        met = f", with {' and '.join(told)}" if told else ""
+        met = f", with {self.conditions}" if str(self.conditions) else ""
         over = self.fits and self.reserved.nbytes > self.hardware.memory
         more = ", more than there is: torch will wait for the device, and give back free blocks" if over else ""
         lines = [
@@ -245,9 +244,7 @@ def plan(
     if optimizer not in OPTIMIZERS:
         known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer: {optimizer!r} is not known; known are {known}")
-    for name, value in {"clip_gradients": clip_gradients, "expandable_segments": expandable_segments}.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+    check_flags(clip_gradients=clip_gradients, expandable_segments=expandable_segments, finalization=finalization)
     passes = _pipeline_for(described, compile_options.pop("passes", None))
     dimensions = find_dimensions(mesh_shape, parallelize, own_meshes=compile_options.get("meshes"))
     if dimensions.pp > 1 and not finalization:

@@ -11,6 +11,7 @@ from torch import nn
 
 from graph_fsdp.errors import BudgetError, MeshError, UnsupportedError
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.transforms.arrange import BucketSize
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.prediction import Plan, plan
@@ -136,6 +137,7 @@ def search(
 
     Raises:
         ValueError: nothing is to be compared, or an option of the plans is what is compared.
+        TypeError: what is compared is no list.
         All that :func:`plan` raises, but for choices that cannot be, which are in ``refused``.
     """
     described = find_hardware(hardware)
@@ -144,6 +146,10 @@ def search(
             raise ValueError(
                 f"{name}: is what search() chooses; give it in mesh_shapes, reshards, buckets, checkpointings"
             )
+    compared = {"mesh_shapes": mesh_shapes, "reshards": reshards, "buckets": buckets, "checkpointings": checkpointings}
+    for name, values in compared.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise TypeError(f"{name} must be a list of what is compared, got {values!r}")
     shapes = [tuple(m) if isinstance(m, Sequence) else Dimensions.of(m) for m in mesh_shapes]
     axes: tuple[Sequence[Any], ...] = (shapes, reshards, buckets, checkpointings)
     choices = [Choice(*values) for values in itertools.product(*axes)]
@@ -174,7 +180,7 @@ def _compared(
     memory: int | None,
     progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None,
 ) -> Search:
-    if memory is not None and memory <= 0:
+    if memory is not None and not is_count(memory):
         raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
     candidates, refused = [], []
     for choice in progress(choices, len(choices)) if progress is not None else choices:

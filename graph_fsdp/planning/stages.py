@@ -236,7 +236,7 @@ class PipelinePlan:
         """Return the part of the step in which ranks have nothing to run, a mean over ranks."""
         microbatches = self.microbatches
         busy = (microbatches * (s.forward + s.backward) + s.gather + s.reduce + s.optimizer for s in self.stages)
-        return 1 - sum(busy) / (len(self.orders) * self.step_seconds)
+        return max(0.0, 1 - sum(busy) / (len(self.orders) * self.step_seconds))  # rounding can make it negative
 
     @property
     def exposed_seconds(self) -> float:
@@ -315,9 +315,10 @@ class PipelinePlan:
     def __str__(self) -> str:
         speed = f"{self.tokens_per_second:,.1f} tokens/s per rank, " if self.tokens_per_second is not None else ""
         room = "fits" if self.fits else "does not fit"
+        met = f", with {self.conditions}" if str(self.conditions) else ""
         lines = [
             f"plan: {len(self.stages)} stages on a mesh of {self.dimensions} {self.hardware.name}, {self.schedule} "
-            f"with {self.microbatches} microbatches",
+            f"with {self.microbatches} microbatches{met}",
             f"  step {self.step_seconds * 1e3:,.1f} ms, of it bubble {self.bubble:.1%}",
             f"  {speed}{self.mfu:.1%} MFU",
             f"  peak {self.peak_nbytes / 1e9:.2f} GB, {room} in {self.hardware.memory / 1e9:.0f}",

@@ -120,6 +120,10 @@ def trace(
             built on the meta device.
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
+    if "mesh" in compile_options:
+        raise TypeError("mesh: there are no ranks here to make it of; give mesh_shape")
+    if parallelize is not None and not callable(parallelize):
+        raise TypeError(f"parallelize must be a function of the model and meshes, or None, got {parallelize!r}")
     own = compile_options.pop("meshes", None)
     dimensions = find_dimensions(mesh_shape, parallelize, world_size, own_meshes=own)
     if compile_options.get("fullgraph") is False:

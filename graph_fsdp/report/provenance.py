@@ -130,7 +130,7 @@ class ParameterLife:
 
 def not_there(parameter: str, known: Iterable[str]) -> str:
     """Say that a report has no such parameter, and which of those it has are like it."""
-    close = difflib.get_close_matches(parameter, list(known), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(parameter), list(known), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
     return f"name: the model has no sharded parameter {parameter!r}{hint} (a tied one has its first name)"
 

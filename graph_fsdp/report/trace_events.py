@@ -187,6 +187,8 @@ def lane_of(start: fx.Node, spec: ModelSpec) -> str:
         return lanes.get(dialect.group_of(start), "in subgroups")
     if dialect.is_model_collective(start):
         return f"of the model, group {argument(start, 'group_name')}"
+    if start.target in dialect.ACTIVATION_STARTS:
+        return "copies of activations"
     return "copies to the device" if start.target is dialect.fetch_start else "copies to the CPU"
 
 

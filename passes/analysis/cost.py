@@ -224,7 +224,7 @@ class CostModel:
                 seconds[node] = self.collective_seconds(node)
             elif node.target is dialect.reduce_payloads:  # nothing runs beside it: it is waited for at once
                 seconds[node] = self.all_reduce_seconds(node.meta["fsdp"].nbytes, dialect.group_of(node))
-            elif node.target in dialect.COPY_STARTS:
+            elif node.target in dialect.COPY_STARTS or node.target in dialect.ACTIVATION_STARTS:
                 seconds[node] = self.transfer_seconds(node.meta["fsdp"].nbytes)
         return seconds
 

@@ -2,7 +2,8 @@
 
 It is a discrete-event simulation. Compute runs in graph order. A collective starts when the last rank has reached it
 and its group's lane is free (a process group has one stream), and a wait holds a rank until its collective has ended.
-Copies between a rank and its host have a lane for each direction. A step may meet :class:`Conditions`:
+Copies between a rank and its host have a lane for each direction, those of activations one for both, as they have one
+stream. A step may meet :class:`Conditions`:
 
 - ``straggler``: one rank computes so many times slower. One is enough: ranks that are not the slowest wait alike.
 - ``contention``: collectives of k groups on one level of the network (``intra``, ``inter``) get 1/k of their speed
@@ -43,10 +44,15 @@ class Conditions:
         if not isinstance(self.contention, bool):
             raise TypeError(f"contention must be True or False, got {self.contention!r}")
 
+    def __str__(self) -> str:
+        told = [f"a straggler of {self.straggler:g}"] if self.straggler > 1 else []
+        return " and ".join([*told, *(["contention"] if self.contention else [])])
+
 
 @dataclass(frozen=True)
 class TimedTransfer:
-    """Times a collective or a copy ("fetch", "offload") on its lane, in seconds; compute waited ``exposed``."""
+    """Times a collective or a copy ("fetch", "offload", "activations") on its lane, in seconds; compute waits
+    ``exposed`` of them."""
 
     node: fx.Node
     group: str
@@ -110,6 +116,8 @@ def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None
         if node.target in dialect.COPY_STARTS:
             lane = "fetch" if node.target is dialect.fetch_start else "offload"
             tasks[node] = Task(cost.transfer_seconds(node.meta["fsdp"].nbytes), lane, own=True)
+        elif node.target in dialect.ACTIVATION_STARTS:
+            tasks[node] = Task(cost.transfer_seconds(node.meta["fsdp"].nbytes), "activations", own=True)
         elif node.target in dialect.STARTS:
             group = dialect.group_of(node)
             levels = cost.levels(group) if conditions.contention else frozenset()
@@ -120,7 +128,7 @@ def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None
             tasks[node] = Task(seconds[node], group, levels=levels)
         elif node.target is dialect.MODEL_WAIT and cost.model_collective_seconds(operand(node)) is not None:
             tasks[node] = Task(waits_for=tasks[operand(node)])
-        elif node.target in dialect.TRANSFER_WAITS:
+        elif node.target in dialect.TRANSFER_WAITS or node.target in dialect.ACTIVATION_WAITS:
             tasks[node] = Task(waits_for=tasks[operand(node)], copies=seconds[node])
         else:
             tasks[node] = Task(seconds[node])

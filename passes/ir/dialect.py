@@ -308,6 +308,7 @@ STARTS, WAITS = _with(Effect.START), _with(Effect.WAIT)
 COMMUNICATION = STARTS | WAITS
 COPY_STARTS, COPY_WAITS = _with(Effect.COPY_START), _with(Effect.COPY_WAIT)
 TRANSFER_STARTS, TRANSFER_WAITS = STARTS | COPY_STARTS, WAITS | COPY_WAITS  # of collectives and of copies
+ACTIVATION_STARTS = (offload_activation, reload_activation)
 ACTIVATION_WAITS = (activation_offloaded, activation_reloaded)
 EXECUTED = OPERATORS.keys() - _with(Effect.TRACED)  # what the executor runs itself, between compute regions
 
@@ -348,7 +349,8 @@ def _is_of_model(target: Any) -> bool:
 
 def wait_of(start: fx.Node) -> fx.Node:
     """Return the node that waits for a collective or a copy."""
-    return next(user for user in start.users if user.target in TRANSFER_WAITS or user.target is MODEL_WAIT)
+    waits = (*ACTIVATION_WAITS, MODEL_WAIT)
+    return next(user for user in start.users if user.target in TRANSFER_WAITS or user.target in waits)
 
 
 def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:

@@ -14,6 +14,13 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def check_flags(**flags: object) -> None:
+    """Raise TypeError if one is neither True nor False: "no" would mean yes."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 class SettingError(ValueError):
     """Says that what the user set does not fit the graph that was captured."""
 

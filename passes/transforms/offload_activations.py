@@ -136,26 +136,30 @@ def _reload(graph: Graph, context: PassContext) -> str:
     tensors = [node for node in graph.placeholders if isinstance(node.meta.get("val"), torch.Tensor)]
     received = [node for node in tensors if not has_role(node, Role.TANGENT)]
     positions = graph.positions()
-    hosts = {received[index]: copy for index, copy in context.graphs["forward"].offloaded.items()}
-    first_use = {node: min(node.users, key=positions.__getitem__) for node in hosts}
+    forward = context.graphs.get("forward")  # none is before what ``finalize_backward()`` reduces
+    hosts = {received[index]: copy for index, copy in forward.offloaded.items()} if forward is not None else {}
+    first_use = {node: min(node.users, key=positions.__getitem__) for node in hosts if node.users}
     needed: dict[str, fx.Node] = {}  # unit → the first node that reads a copy of it
     for node, copy in hosts.items():
         shapes = [tuple(map(str, n.meta["val"].shape)) for n in (node, copy)]
         assert shapes[0] == shapes[1], f"{node} and {copy} are not the same saved tensor"
-        unit = copy.meta["fsdp"].unit
-        needed[unit] = min(needed.get(unit, first_use[node]), first_use[node], key=positions.__getitem__)
+        if node in first_use:
+            unit = copy.meta["fsdp"].unit
+            needed[unit] = min(needed.get(unit, first_use[node]), first_use[node], key=positions.__getitem__)
     borders = _borders(graph, needed.values())
     places = [positions[border] for border in borders]
     for node, copy in hosts.items():
         users, device = list(node.users), node.meta["val"].device
-        at = bisect.bisect_right(places, positions[first_use[node]])
         node.meta["val"] = copy.meta["val"]
         put = set_record(node, replace(copy.meta["fsdp"], role=Role.RELOAD)).meta["fsdp"]
+        if node not in first_use:  # received, and not read
+            continue
+        at = bisect.bisect_right(places, positions[first_use[node]])
         ahead = [_behind(borders[max(0, at - n) : max(0, at - n + 1)], graph) for n in (2, 1)]
         back = _copy(graph, dialect.reload_activation, (node, device), ahead, put)
         for user in users:
             user.replace_input_with(node, back)
-    return f"{len(hosts)} saved activations come back from the CPU"
+    return f"{len(first_use)} saved activations come back from the CPU"
 
 
 def _borders(graph: Graph, otherwise: Iterable[fx.Node]) -> list[fx.Node]:

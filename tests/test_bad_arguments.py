@@ -1,0 +1,134 @@
+"""Bad arguments of the functions beside ``compile``: one error that names the argument, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import fake_process_group
+from models import MLP
+from torch import nn
+
+import graph_fsdp
+from graph_fsdp import checkpoint
+from graph_fsdp.planning import search
+
+X = torch.empty(4, 16, device="meta")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return graph_fsdp.compile(MLP(), backend="eager")
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in graph_fsdp.export(model)}
+
+
+@pytest.mark.parametrize("name", ["asynchronous", "overwrite", "memory"])
+def test_flags_of_a_save(model: Any, tmp_path: Path, name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be True"):
+        checkpoint.save(tmp_path / "a", model, **{name: "no"})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "model must be an nn.Module, got NoneType"),
+        (({},), "model must be an nn.Module, got dict"),
+        ((nn.Linear(2, 2), 3), "optimizer must be a torch.optim.Optimizer, some of them, or None, got int"),
+        ((nn.Linear(2, 2), [None]), "optimizer must be a torch.optim.Optimizer, some of them, or None, got NoneType"),
+    ],
+)
+def test_what_is_saved_and_loaded(tmp_path: Path, arguments: Any, message: str) -> None:
+    checkpoint.save(tmp_path / "here", nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=message):
+        checkpoint.save(tmp_path / "a", *arguments)
+    with pytest.raises(TypeError, match=message):
+        checkpoint.load(tmp_path / "here", *arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verify": "no"}, "verify must be True or False, got 'no'"),
+        ({"random_states": None}, "random_states must be True or False, got None"),
+        ({"extra": 5}, "extra must be a dict of values by name, got int"),
+        ({"extra": ["step"]}, "extra must be a dict of values by name, got list"),
+    ],
+)
+def test_options_of_a_load(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    layer = nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "here", layer)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+    with pytest.raises(TypeError, match=message):
+        checkpoint.load(tmp_path / "here", layer, **options)
+    assert layer.weight.eq(1).all()
+
+
+@pytest.mark.parametrize("group", ["engine", 0, torch.ones(2)])
+def test_a_group_that_is_none(model: Any, group: Any) -> None:
+    with pytest.raises(TypeError, match=r"group must be a ProcessGroup, GroupMember\.NON_GROUP_MEMBER or None"):
+        graph_fsdp.export(model, group=group)
+    assert list(graph_fsdp.export(model, group=torch.distributed.GroupMember.NON_GROUP_MEMBER))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model, _: graph_fsdp.unsharded(model, recurse="no").__enter__(), "recurse must be True or False"),
+        (
+            lambda model, path: graph_fsdp.unsharded(model, writeback=None).__enter__(),
+            "writeback must be True or False",
+        ),
+        (lambda model, path: checkpoint.load_safetensors(model, path, strict="no"), "strict must be True or False"),
+        (lambda model, _: checkpoint.load_full_state_dict(model, {}, strict=0), "strict must be True or False"),
+    ],
+)
+def test_flags_of_a_model(model: Any, call: Callable[..., Any], message: str) -> None:
+    before = whole(model)
+    with pytest.raises(TypeError, match=message):
+        call(model, "model.safetensors")
+    assert all(tensor.equal(before[name]) for name, tensor in whole(model).items())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"finalization": "no"}, TypeError, "finalization must be True or False, got 'no'"),
+        ({"parallelize": "tp"}, TypeError, "parallelize must be a function of the model and meshes, or None, got 'tp'"),
+        ({"mesh": None}, TypeError, "mesh: there are no ranks here to make it of; give mesh_shape"),
+    ],
+)
+def test_options_of_a_plan(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        graph_fsdp.plan(MLP, (X,), mesh_shape=(8,), hardware="h100", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mesh_shapes": 8}, TypeError, "mesh_shapes must be a list of what is compared, got 8"),
+        ({"reshards": True}, TypeError, "reshards must be a list of what is compared, got True"),
+        ({"buckets": "unit"}, TypeError, "buckets must be a list of what is compared, got 'unit'"),
+        ({"checkpointings": None}, TypeError, "checkpointings must be a list of what is compared, got None"),
+        ({"memory": "80GB"}, ValueError, "memory must be a number of bytes above 0, got '80GB'"),
+        ({"memory": True}, ValueError, "memory must be a number of bytes above 0, got True"),
+    ],
+)
+def test_options_of_a_search(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        search(MLP, (X,), **{"mesh_shapes": [(8,)], "hardware": "h100", **options})
+
+
+def test_a_parameter_that_is_no_text() -> None:
+    with fake_process_group():
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        with pytest.raises(KeyError, match="the model has no sharded parameter 3"):
+            graph_fsdp.inspect(model).find(3)  # type: ignore[arg-type]
