@@ -308,6 +308,11 @@ def test_a_parameter_on_two_meshes_is_refused() -> None:
 # The command, and search
 
 
+def test_a_pipeline_gathers_once_whatever_is_asked() -> None:
+    with pytest.raises(ValueError, match=r"^reshard_after_forward: ranks gather parameters once a step"):
+        planned("pp=2", reshard_after_forward=True)
+
+
 def test_the_command_plans_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     arguments = ["plan", f"{tmp_path}/config.json", "--seq", "16", "--mesh", "pp=2,dp_shard=2", "--schedule", "GPipe"]

@@ -366,6 +366,10 @@ def plan_pipeline(
     """
     dimensions = Dimensions.of(mesh_shape)
     orders = pipeline_orders(schedule, dimensions.pp, microbatches, stages_per_rank)
+    if plan_options.get("reshard_after_forward") is not None:
+        raise ValueError(
+            "reshard_after_forward: ranks gather parameters once a step, for all microbatches; leave it out"
+        )
     stages = [stage(index, dimensions.pp * stages_per_rank) for index in range(dimensions.pp * stages_per_rank)]
     options = {**plan_options, "mesh_shape": dimensions, "hardware": hardware, "parallelize": parallelize}
     plans: dict[Hashable, Plan] = {}
