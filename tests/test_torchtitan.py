@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({"0": Layer(), "1": Layer()})
         self.norm = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, WIDTH)
-        self.enable_weight_tying, self._skip_lm_head = enable_weight_tying, False
+        self.enable_weight_tying, self.skips_head = enable_weight_tying, False
         if enable_weight_tying:
             self.lm_head.weight = self.tok_embeddings.weight
 
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         for layer in self.layers.values():
             x = layer(x)
         x = self.norm(x)
-        return x if self._skip_lm_head else self.lm_head(x)
+        return x if self.skips_head else self.lm_head(x)
 
 
 class Dims:
@@ -159,7 +159,7 @@ def chunked(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_chunked_loss_calls_the_head_by_itself(fake_group: None, tied: bool) -> None:
     model = filled(parallelized(Dims(), tied=tied))
-    model._skip_lm_head = True
+    model.skips_head = True
     chunked(model, torch.randn(4, WIDTH, dtype=torch.bfloat16)).backward()
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
 
