@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -202,3 +203,12 @@ def test_what_cannot_go_together_is_an_error() -> None:
 def test_operators_that_no_unit_calls_are_said() -> None:
     with pytest.warns(UserWarning, match=r"no unit calls any of aten.bmm.*aten.gelu.default"):
         traced([torch.ops.aten.bmm])
+
+
+def test_a_unit_called_by_itself_calls_no_units_and_nothing_is_said_of_its_operators() -> None:
+    model: Any = graph_fsdp.compile(
+        Net(), backend="eager", auto_wrap_policy={Block, nn.Linear}, activation_checkpointing=[torch.ops.aten.gelu]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.head(torch.randn(2, model.head.in_features)).sum().backward()

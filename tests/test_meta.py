@@ -4,6 +4,7 @@ it takes."""
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -236,6 +237,15 @@ def test_an_initialisation_may_replace_a_tensor(how: str) -> None:
     initialised(model, param_init_fn=init)
     assert model[0].weight.eq(3).all() and model[0].shift.eq(0).all()
     assert [name for name, _ in model.named_parameters()] == ["0.weight"] and model.state_dict().keys() == {"0.weight"}
+
+
+def test_a_partial_function_may_stand_for_a_modules_reset_parameters() -> None:
+    """As litgpt sets them, before its model is sharded on the meta device."""
+    model = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    model[0].reset_parameters = functools.partial(nn.init.constant_, model[0].weight, 2.0)
+    model[0].bias = None
+    initialised(model)
+    assert model[0].weight.eq(2).all()
 
 
 def test_other_references_to_a_parameter_stay_valid() -> None:

@@ -46,10 +46,15 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, enable_weight_tying: bool = False) -> None:
         super().__init__()
+        self.tok_embeddings = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleDict({"0": Layer(), "1": Layer()})
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, WIDTH)
+        self.enable_weight_tying, self.skips_head = enable_weight_tying, False
+        if enable_weight_tying:
+            self.lm_head.weight = self.tok_embeddings.weight
 
     def parallelize(self, parallel_dims: Any) -> None:
         mesh = parallel_dims.get_mesh("ep")
@@ -58,9 +63,11 @@ class Decoder(nn.Module):
             experts.w = nn.Parameter(distribute_tensor(experts.w.detach(), mesh, [Shard(0)]))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.tok_embeddings(x)
         for layer in self.layers.values():
             x = layer(x)
-        return self.head(x)
+        x = self.norm(x)
+        return x if self.skips_head else self.lm_head(x)
 
 
 class Dims:
@@ -78,13 +85,13 @@ class Dims:
     get_optional_mesh = get_mesh
 
 
-def parallelized(dims: Dims, ac_config: Any = None, **parallelism: Any) -> Any:
+def parallelized(dims: Dims, ac_config: Any = None, *, tied: bool = False, **parallelism: Any) -> Any:
     training = SimpleNamespace(
         mixed_precision_param="bfloat16", mixed_precision_reduce="float32", enable_cpu_offload=False
     )
     given = {"spmd_backend": "partial_dtensor", "fsdp_reshard_after_forward": "default", "enable_fsdp_symm_mem": False}
     with torch.device("meta"):
-        model = Decoder()
+        model = Decoder(enable_weight_tying=tied)
     return parallelize(
         model,
         parallel_dims=dims,
@@ -96,12 +103,16 @@ def parallelized(dims: Dims, ac_config: Any = None, **parallelism: Any) -> Any:
     )
 
 
-def trained(model: Any) -> Any:
+def filled(model: Any) -> Any:
     model.to_empty(device="cpu")  # as the trainer, which initialises afterwards
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(0.1)
-    model(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
+    return model
+
+
+def trained(model: Any) -> Any:
+    filled(model)(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
     return graph_fsdp.inspect(model)
 
@@ -111,16 +122,46 @@ def test_experts_are_sharded_over_their_own_mesh(fake_group: None) -> None:
     assert isinstance(model.layers["0"], FSDPModule)
     report = trained(model)
     starts = calls(report.forward, "all_gather_start")
-    assert starts.count("world_size=8") == 3 and starts.count("world_size=4") == 2
-    assert starts.count("bfloat16") == 5
+    assert starts.count("world_size=8") == 4 and starts.count("world_size=4") == 2
+    assert starts.count("bfloat16") == 6
     reductions = calls(report.backward, "reduce_scatter_start")
-    assert reductions.count("factor=1.0") == 5 and reductions.count("float32") == 5, "sums, in reduce_dtype"
+    assert reductions.count("factor=1.0") == 6 and reductions.count("float32") == 6, "sums, in reduce_dtype"
 
 
 @pytest.mark.parametrize(("policy", "gathered_again"), [("default", 2), ("always", 3), ("never", 0)])
 def test_policies_of_resharding(fake_group: None, policy: str, gathered_again: int) -> None:
     report = trained(parallelized(Dims(), fsdp_reshard_after_forward=policy))
     assert calls(report.backward, "all_gather_start").count("world_size") == gathered_again
+
+
+def chunked(model: Any, x: Tensor) -> Tensor:
+    """What torchtitan's ``ChunkedLossWrapper`` does, the loss of its configurations: the loss's gradient by the
+    hidden states is that of each chunk's, whose backward runs at once."""
+    hidden = model(x)
+    chunks = [chunk.detach().requires_grad_() for chunk in hidden.split(2)]
+    head = model.lm_head
+    assert isinstance(head, FSDPModule)
+    head.set_reshard_after_forward(False)
+    head.set_reshard_after_backward(False)
+    head.set_requires_gradient_sync(False, recurse=False)
+    head.unshard()
+    for chunk in chunks:
+        if chunk is chunks[-1]:
+            head.set_requires_gradient_sync(True, recurse=False)
+        head(chunk).float().square().sum().backward()
+    head.set_reshard_after_forward(True)
+    head.set_reshard_after_backward(True)
+    head.set_requires_gradient_sync(True, recurse=False)
+    head.reshard()
+    return (hidden * torch.cat([chunk.grad for chunk in chunks])).sum()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_chunked_loss_calls_the_head_by_itself(fake_group: None, tied: bool) -> None:
+    model = filled(parallelized(Dims(), tied=tied))
+    model.skips_head = True
+    chunked(model, torch.randn(4, WIDTH, dtype=torch.bfloat16)).backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
 
 
 def test_activation_checkpointing(fake_group: None) -> None:

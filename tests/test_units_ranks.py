@@ -107,4 +107,30 @@ def a_tied_head_is_called_by_itself() -> None:
         assert isinstance(model.embed.weight, DTensor)
 
 
+def backward_of_chunks(model: Any, hidden: Tensor, x: Tensor) -> float:
+    """As torchtitan's ``ChunkedLossWrapper``: each chunk's backward runs at once, and gradients of the head are reduced
+    with the last one's."""
+    chunks, total = [part.detach().requires_grad_() for part in hidden.split(2)], 0.0
+    for chunk in chunks:
+        if isinstance(model.head, FSDPModule):
+            model.head.set_requires_gradient_sync(chunk is chunks[-1], recurse=False)
+        loss = F.cross_entropy(model.head(chunk).flatten(0, 1), x[:2].flatten())
+        loss.backward()
+        total += loss.item()
+    hidden.backward(torch.cat([chunk.grad for chunk in chunks]))  # type: ignore[misc]
+    return total
+
+
+@FACTS
+def a_head_is_called_chunk_by_chunk_with_a_backward_of_each() -> None:
+    for tied in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, plain = pair(Hidden(tied=tied), auto_wrap_policy={nn.Linear})
+        for step in range(2):
+            losses = [backward_of_chunks(m, m(tokens(step)), tokens(step)) for m in (model, plain)]
+            assert abs(losses[0] - losses[1]) < 1e-5
+            check_gradients(model, plain)
+
+
 test_on_two_ranks = FACTS.on(2)

@@ -1,8 +1,8 @@
 """torchtitan's Trainer on a rank of torchrun, on the CPU: its own parallelize functions, or graph_fsdp's.
 
 Its debug models train on this file's bytes. Not as torchtitan configures them: attention without masks of documents
-(its ``ScaledDotProductAttention``, as its masked ones are for CUDA), the loss in one piece, a tokenizer and a text of
-this file, as its wheel has none, and a device without memory statistics.
+(its ``ScaledDotProductAttention``, as its masked ones are for CUDA), a tokenizer and a text of this file, as its wheel
+has none, and a device without memory statistics.
 """
 
 from __future__ import annotations
@@ -42,11 +42,9 @@ def on_cpu() -> None:
 on_cpu()
 
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.common.config_utils import decoder_vocab_size  # noqa: E402
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3  # noqa: E402
 from torchtitan.models.llama3 import config_registry as llama3  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
@@ -114,7 +112,6 @@ def configuration(model: str, way: str, out: Path, checkpointing: str) -> Any:
         config.model_spec = replace(spec, parallelize_fn=parallelize)
         config.compile.enable, config.compile.backend = True, "eager"
         config.compile.components = ["model"]
-    config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
     config.tokenizer, config.dataloader = Tokenizer.Config(), Bytes.Config()
     config.activation_checkpoint = CHECKPOINTING[checkpointing]
     config.training.local_batch_size, config.training.seq_len, config.training.steps = BATCH, LENGTH, STEPS

@@ -312,16 +312,16 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: Collection[Tensor], name
             )
         chosen.add(by)
     return [
-        (f"{method.__name__}() of {_where(module, name)}", method)
+        (f"{own[0]}() of {_where(module, name)}", own[1])
         for module, name in modules.items()
-        if module in chosen and (method := _own_initialisation(module)) is not None
+        if module in chosen and (own := _own_initialisation(module)) is not None
     ]
 
 
-def _own_initialisation(module: nn.Module) -> Callable[[], Any] | None:
-    """Return ``reset_parameters``, which ``nn.MultiheadAttention`` has under a private name."""
-    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
-    return next(filter(callable, methods), None)
+def _own_initialisation(module: nn.Module) -> tuple[str, Callable[[], Any]] | None:
+    """Return ``reset_parameters``, which ``nn.MultiheadAttention`` has under a private name, and that name."""
+    methods = ((name, getattr(module, name, None)) for name in ("reset_parameters", "_reset_parameters"))
+    return next(((name, method) for name, method in methods if callable(method)), None)
 
 
 def _where(module: nn.Module, name: str) -> str:

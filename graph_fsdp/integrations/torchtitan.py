@@ -64,6 +64,7 @@ def parallelize(
         model,
         mesh,
         meshes=experts or None,
+        auto_wrap_policy=_units(model),
         reshard_after_forward={"always": True, "never": False}.get(parallelism.fsdp_reshard_after_forward),
         mp_policy=MixedPrecisionPolicy(
             getattr(torch, training.mixed_precision_param),
@@ -95,6 +96,15 @@ def _refuse(parallel_dims: Any, parallelism: Any) -> None:
                 "spmd_backend='partial_dtensor', without context and pipeline parallelism and symmetric memory, or "
                 "take torchtitan's own parallelize function"
             )
+
+
+def _units(decoder: Any) -> list[Any]:
+    """Return the units that torchtitan's own function makes. Its chunked loss calls ``lm_head`` by itself."""
+    ends = (decoder.norm, decoder.lm_head)
+    layers = list(decoder.layers.values())
+    if decoder.enable_weight_tying:
+        return [(decoder.tok_embeddings, *ends), *layers]
+    return [decoder.tok_embeddings, ends, *layers]
 
 
 def _give_memory(model: nn.Module, device: str) -> None:

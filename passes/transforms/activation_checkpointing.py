@@ -140,7 +140,7 @@ class CheckpointActivations(GraphPass):
         if isinstance(self.recompute, (int, float)):
             return _within_budget(self.recompute, joint)
         saved = [node for node in joint.calls if self._is_saved(node)]
-        if isinstance(self.recompute, tuple) and not saved:
+        if isinstance(self.recompute, tuple) and joint.calls and not saved:
             called = sorted({str(node.target) for node in joint.calls if node.target is not operator.getitem})
             warnings.warn(
                 f"activation_checkpointing: no unit calls any of {', '.join(map(str, self.recompute))}, so that all of "
