@@ -246,7 +246,7 @@ def plan(
         raise ValueError(f"optimizer: {optimizer!r} is not known; known are {known}")
     check_flags(clip_gradients=clip_gradients, expandable_segments=expandable_segments, finalization=finalization)
     passes = _pipeline_for(described, compile_options.pop("passes", None))
-    dimensions = find_dimensions(mesh_shape, parallelize, own_meshes=compile_options.get("meshes"))
+    dimensions = find_dimensions(mesh_shape, parallelize, None, compile_options)
     if dimensions.pp > 1 and not finalization:
         raise ValueError(
             f"mesh_shape: pp={dimensions.pp} are stages, which are programs of their own; call "

@@ -120,12 +120,8 @@ def trace(
             built on the meta device.
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
-    if "mesh" in compile_options:
-        raise TypeError("mesh: there are no ranks here to make it of; give mesh_shape")
-    if parallelize is not None and not callable(parallelize):
-        raise TypeError(f"parallelize must be a function of the model and meshes, or None, got {parallelize!r}")
+    dimensions = find_dimensions(mesh_shape, parallelize, world_size, compile_options)
     own = compile_options.pop("meshes", None)
-    dimensions = find_dimensions(mesh_shape, parallelize, world_size, own_meshes=own)
     if compile_options.get("fullgraph") is False:
         raise UnsupportedError("fullgraph=False: only a model of one graph can be traced; leave fullgraph out")
     target = _device(device)
@@ -215,9 +211,15 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
         ) from error
 
 
-def find_dimensions(mesh_shape: Any, parallelize: Any, world_size: Any = None, *, own_meshes: Any) -> Dimensions:
-    """Return the dimensions of a mesh. Raises ValueError and MeshError on anything else, and where what divides the
-    model over them is missing. With ``own_meshes`` the model may have been built with this rank's experts."""
+def find_dimensions(
+    mesh_shape: Any, parallelize: Any, world_size: Any, compile_options: Mapping[str, Any]
+) -> Dimensions:
+    """Return the dimensions of a mesh. Raises TypeError, ValueError and MeshError on anything else, and where what
+    divides the model over them is missing. With ``meshes`` the model may have been built with this rank's experts."""
+    if "mesh" in compile_options:
+        raise TypeError("mesh: there are no ranks here to make it of; give mesh_shape")
+    if parallelize is not None and not callable(parallelize):
+        raise TypeError(f"parallelize must be a function of the model and meshes, or None, got {parallelize!r}")
     if (world_size is None) == (mesh_shape is None):
         raise ValueError("mesh_shape or world_size: give one of them")
     if mesh_shape is None:
@@ -225,7 +227,7 @@ def find_dimensions(mesh_shape: Any, parallelize: Any, world_size: Any = None, *
             raise ValueError(f"world_size must be a number of ranks, 1 or more, got {world_size!r}")
         mesh_shape = (world_size,)
     found = Dimensions.of(mesh_shape)
-    if parallelize is None and max(found.cp, found.tp, found.ep if own_meshes is None else 1) > 1:
+    if parallelize is None and max(found.cp, found.tp, found.ep if compile_options.get("meshes") is None else 1) > 1:
         raise ValueError(
             f"parallelize: mesh_shape is {found}; give a function (model, meshes) that divides the model over tp, cp "
             "and ep as the training program does (for a model built with a rank's experts, meshes will do)"
