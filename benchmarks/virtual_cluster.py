@@ -316,6 +316,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 2048], help="tokens of a rank's sequence")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--hardware", default="h100")
+    parser.add_argument(
+        "--memory", type=float, help="GB of the device, instead of the hardware's; nothing fails for want"
+    )
     parser.add_argument("--host", nargs="+", choices=("zero", "counted"), default=["zero"])
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--straggler", type=float, default=1.08, help="one rank computes so many times slower")
@@ -328,6 +331,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     hardware, conditions = find_hardware(options.hardware), Conditions(options.straggler, options.contention)
+    if options.memory is not None:
+        hardware = replace(hardware, memory=int(options.memory * 1e9))
     results: list[dict[str, Any]] = []
     for size in options.sizes:
         for length in options.lengths:
