@@ -89,7 +89,7 @@ def test_more_than_one_unit_ahead_takes_room_and_has_to_save_a_hundredth() -> No
     times = [far.seconds(choose(gathers(*[4] * 6), far, None, Room(most))) for most in (0, 12, 16, 24)]
     assert times == sorted(times, reverse=True) and times[2] < times[1] < times[0]
     assert choose(buckets, clock, None, Room(11)) == choose(buckets, clock, None), "no room for a bucket more"
-    full = Room(16, lambda: 11)
+    full = Room(16, lambda: 23)
     assert choose(buckets, clock, None, full) == choose(buckets, clock, None), "none is left beside the step"
     for gained, is_taken in ((0.05, False), (0.5, True)):  # of 40 s
         clock = segments([10.0] * 4, [0.0, 0.0, 0.0, 10.0 + gained])

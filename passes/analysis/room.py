@@ -1,9 +1,9 @@
 """Memory that a schedule may spend on having more run beside compute than FSDP2 has.
 
 It is a twentieth of the device's memory, as far as a step leaves that: what the step holds by the memory model, with a
-gradient and two states of an optimizer for each parameter that is trained, as AdamW keeps them; and a tenth of the
-device's memory for what that model does not see, such as kernels' workspaces, buffers of the process group, and what
-the allocator cannot use.
+unit that is gathered ahead, and a gradient and two states of an optimizer for each parameter that is trained, as AdamW
+keeps them; and a tenth of the device's memory for what that model does not see, such as kernels' workspaces, buffers of
+the process group, and what the allocator cannot use. Half of what is left is for gathers, and half for reductions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _OF_TRAINED = 3  # bytes for each of a shard: the gradient and the two states
 
 @dataclass(frozen=True)
 class Room:
-    """Holds what may be spent: ``most`` bytes, and no more than what the device has ``left`` beside a step, which takes
-    long to say and is asked for where spending would be faster."""
+    """Holds what may be spent: ``most`` bytes, and half of what the device has ``left`` beside a step, which takes long
+    to say and is asked for where spending would be faster."""
 
     most: int = 0
     left: Callable[[], float] = lambda: math.inf
@@ -39,7 +39,7 @@ class Room:
         return self.most > 0
 
     def has(self, nbytes: int) -> bool:
-        return nbytes <= self.most and nbytes <= self.left()
+        return nbytes <= self.most and 2 * nbytes <= self.left()
 
 
 NO_ROOM = Room()
@@ -70,4 +70,5 @@ def _step_nbytes(context: PassContext) -> int:
         specs = {name: specs[name] for start in reduced for name in start.meta["fsdp"].params}
     elsewhere = context.model.offload is not None and copies_are_elsewhere(context)
     trained = 0 if elsewhere else _OF_TRAINED * shard_nbytes(specs.values())
-    return max(peaks) + whole_nbytes(context) + shards_on_device(context) + trained
+    ahead = max((gather.nbytes for graph in graphs for gather in graph.gathers), default=0)
+    return max(peaks) + ahead + whole_nbytes(context) + shards_on_device(context) + trained
