@@ -1,10 +1,9 @@
-"""What docs/passes.md says: its tables are complete. Its code is run by test_docs_pages.py. And README's figures."""
+"""What docs/passes.md says: its tables are complete. Its code is run by test_docs_pages.py."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import re
 
 import torch
@@ -81,18 +80,3 @@ def test_each_difference_from_fsdp2_names_its_test() -> None:
     for row in rows:
         missing, count = missing_tests(row.split(" | ")[-1])
         assert missing == [] and count == 1, row
-
-
-def test_figures_of_the_readme_are_those_measured() -> None:
-    results = ROOT / "benchmarks" / "results"
-    rows = {row["name"]: row for row in json.loads((results / "step_time.json").read_text())["rows"]}
-    time = [rows["ours"]["ratio"][name][1] for name in ("fsdp2_compiled", "ddp")]
-    memory = [rows["ours"]["peak_bytes"] / rows[name]["peak_bytes"] for name in ("fsdp2_compiled", "ddp")]
-    speed = json.loads((results / "gpu_speed.json").read_text())
-    clusters = speed["checks"]["steps_of_a_simulated_cluster"]["figures"]
-    on_a_gpu = [[clusters[link]["ratios"][of] for link in ("nvlink", "infiniband")] for of in ("step_s", "peak_bytes")]
-    readme = (ROOT / "README.md").read_text()
-    cell = r" (\d\.\d\d) \|"
-    found = re.findall(rf"^\| [a-z ,]+ \|{cell * 4}$", readme, re.MULTILINE)
-    expected = ((*time, *on_a_gpu[0]), (*memory, *on_a_gpu[1]))
-    assert found == [tuple(f"{figure:.2f}" for figure in row) for row in expected]
