@@ -79,6 +79,12 @@ def test_a_group_that_is_none(model: Any, group: Any) -> None:
     assert list(graph_fsdp.export(model, group=torch.distributed.GroupMember.NON_GROUP_MEMBER))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rank", [True, -1, "0", torch.tensor([0, 1])])
+def test_the_rank_of_an_export(model: Any, rank: Any) -> None:
+    with pytest.raises(ValueError, match=r"rank must be a global rank of the model's mesh"):
+        graph_fsdp.export(model, rank=rank)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -19,6 +19,7 @@ from torch import Tensor
 from graph_fsdp import compat
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.gradient_norm import groups_sharding
+from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.runtime.ranks import lockstep
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 def check_rank(mesh: DataParallelMesh | None, rank: Any) -> None:
     """Raise ValueError if ``rank`` is neither a global rank of the mesh nor None."""
     ranks = (0,) if mesh is None else mesh.ranks
-    if rank is not None and (isinstance(rank, bool) or rank not in ranks):
+    if rank is not None and (not is_count(rank, least=0) or rank not in ranks):
         raise ValueError(f"rank must be a global rank of the model's mesh, {ranks[0]} to {ranks[-1]}, got {rank!r}")
 
 
