@@ -326,7 +326,8 @@ def test_the_command_plans_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ", of it bubble 0.0%" in printed
     for mesh in ("pp=2,dp_shard=2", "dp_shard=2,tp=2"):
         assert main([*arguments[:4], "--mesh", mesh, "--checkpointing", "offload"]) == 0
-    capsys.readouterr()
+    with_stages, without = (line for line in capsys.readouterr().out.splitlines() if line.startswith("plan: "))
+    assert "1F1B with 8 microbatches" in with_stages and "1F1B with 1 microbatches" in without
     for wrong, message in (
         (["own.py:model", "--mesh", "tp=2"], "model: own.py:model is no config.json, and how to divide it over tp=2"),
         ([arguments[1], "--mesh", "tp=2", "--report", f"{tmp_path}/a.html"], "--report: is of one program"),

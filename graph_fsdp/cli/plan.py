@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--mesh", type=_mesh, default=(8,), help=f"ranks that shard, REPLICASxSHARDS, or such as {named} (default 8)"
     )
     parser.add_argument("--schedule", help="of a pipeline: GPipe, 1F1B or Interleaved1F1B (default 1F1B)")
-    parser.add_argument("--microbatches", type=_count, help="of a step, on each rank (default 4 times pp)")
+    parser.add_argument("--microbatches", type=_count, help="of a step, on each rank (default 4 times pp, or 1)")
     parser.add_argument("--stages-per-rank", type=_count, default=1, help="of Interleaved1F1B (default 1)")
     parser.add_argument("--hardware", default="h100", help="of every rank (default h100)")
     parser.add_argument(
@@ -164,7 +164,8 @@ def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[s
             "graph_fsdp.planning.plan_pipeline with your stages and parallelize"
         )
     sizes = chosen.batch or BATCH, chosen.seq or LENGTH
-    microbatches, config = chosen.microbatches or 4 * dimensions.pp, read_config(Path(chosen.model))
+    usual = 4 * dimensions.pp if dimensions.pp > 1 or chosen.search else 1
+    microbatches, config = chosen.microbatches or usual, read_config(Path(chosen.model))
     if chosen.search:
         hardware = find_hardware(chosen.hardware)
 
