@@ -104,7 +104,7 @@ def on_device(device: str, host: Any) -> contextlib.AbstractContextManager[Any]:
 
 def load_checks() -> None:
     """Import the files of checks, which registers them."""
-    for name in ("correctness", "processes", "features", "several_ranks", "speed", "triton_kernels"):
+    for name in ("correctness", "processes", "features", "one_rank", "several_ranks", "speed", "triton_kernels"):
         importlib.import_module(f"device_checks.{name}")
 
 
