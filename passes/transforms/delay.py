@@ -60,8 +60,7 @@ class DelayWeightGradients(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         reductions = graph.with_role(Role.REDUCE_START)
-        alone = context.cost is None or not context.cost.hardware.overlaps
-        if not reductions or self.buckets == 0 or (self.buckets == "auto" and alone):
+        if not reductions or self.buckets == 0 or (self.buckets == "auto" and not room_of(context)):
             return "none delayed"
         *starts, last = reductions
         products = _products(graph, starts)
