@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
-from graph_fsdp import compat
 from graph_fsdp.passes import Graph, MemoryProfile, PassContext, Role, default_pipeline, memory_profile
 from graph_fsdp.passes.analysis.memory import CATEGORIES, MAX_HOLDERS
 from graph_fsdp.passes.ir import dialect
@@ -95,7 +94,6 @@ def two_layers(bias: bool = False, prefetch: int = 0, **options: object) -> tupl
     return report.forward, report.backward
 
 
-@pytest.mark.skipif(compat.HOLDS_TANGENTS, reason="what is printed is what torch 2.13 gives up")
 def test_bytes_at_each_node_of_forward_and_backward(fake_group: None) -> None:
     forward, backward = two_layers()
     assert_expected_inline(
@@ -154,7 +152,6 @@ output              384         .        .     256    512          .""",
     )
 
 
-@pytest.mark.skipif(compat.HOLDS_TANGENTS, reason="what is printed is what torch 2.13 gives up")
 def test_shards_are_cast_and_gradients_reduced_in_their_own_dtypes(fake_group: None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     forward, backward = two_layers(mp_policy=policy)

@@ -31,8 +31,6 @@ check_torch_version(torch.__version__)  # before the imports that an older torch
 # FSDP2 from torch 2.15 on reduces gradients in the dtype of their parameters where a MixedPrecisionPolicy has no
 # reduce_dtype, before in param_dtype; and it casts gradients before it adds them to kept ones, before after.
 REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
-# Before torch 2.13, autograd holds the gradients that it calls a backward graph with until the graph has run.
-HOLDS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 
 from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
@@ -42,6 +40,7 @@ from graph_fsdp.compat.inductor.compilation import *
 from graph_fsdp.compat.layers.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
 from graph_fsdp.compat.layers.equal_layers import EqualLayers as EqualLayers
 from graph_fsdp.compat.replaced import *
+from graph_fsdp.compat.tangents import taking_tangents as taking_tangents
 from graph_fsdp.compat.tensors import *
 from graph_fsdp.compat.traces.checkpoints import checkpointed_functions as checkpointed_functions
 from graph_fsdp.compat.traces.failed_guards import current_compilation as current_compilation

@@ -19,6 +19,7 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.agreed_order import kind_of
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import draws
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operand
@@ -138,9 +139,11 @@ class AotTrace:
         told = self.engine.schedules.failures_told("backward")  # where torch asks for it in the backward itself
         with told, collector_paused(), compat.without_dispatch_modes():
             program = self._program(backward, "backward")
-            program = self.engine.division.around(program, self.context.graphs["backward"], self.context, self.captured)
+            graph = self.context.graphs["backward"]
+            program = self.engine.division.around(program, graph, self.context, self.captured)
         self._alive = None
-        return program
+        tangents = [place for place, node in enumerate(graph.placeholders) if has_role(node, Role.TANGENT)]
+        return compat.taking_tangents(program, tangents) if self.engine.backend.name != "xla" else program
 
     def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         graph = Graph(self.prepare(inference), "inference")

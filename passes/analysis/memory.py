@@ -10,8 +10,7 @@ give, linear in the graph,
 Lifetimes are the executor's, which drops a value after its last use:
 
 - inputs of forward and inference are live throughout, as the caller holds them. Backward's are dropped at their last
-  use, a batch too, though the user may hold it longer; before torch 2.13 not the gradients of outputs, which autograd
-  holds to the end of backward.
+  use, a batch too, though the user may hold it longer.
 - collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the
   packed gradients that a reduction sends. (Two ranks on gloo cast half of a gradient and hold the other as it is: as
   many bytes where the reduction's type is twice as wide.)
@@ -237,8 +236,7 @@ def _values(graph: Graph, context: PassContext) -> Storages:
     last = len(graph.fx_graph.nodes) - 1
     for storage in lifetimes.found:
         storage.category = _category_of_origin(storage.node, graph.phase)
-        held = graph.phase != "backward" or (compat.HOLDS_TANGENTS and has_role(storage.node, Role.TANGENT))
-        outside = storage.node.op == "get_attr" or (storage.node.op == "placeholder" and held)
+        outside = storage.node.op == "get_attr" or (storage.node.op == "placeholder" and graph.phase != "backward")
         storage.end = last if outside else storage.end
     for start in graph.with_role(Role.REDUCE_START):
         _reclassify(start.all_input_nodes, storages_of, "reducing")
