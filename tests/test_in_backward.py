@@ -230,7 +230,8 @@ def test_accumulation() -> None:
     loss = model(torch.randn(4, 16)).sum()
     with pytest.raises(UnsupportedError, match=r"a second gradient of parameter 'head.weight' before optimizer"):
         loss.backward()
-    assert all(torch.equal(p.to_local(), before[name]) for name, p in model.named_parameters())
+    after = {name: p.to_local() for name, p in model.named_parameters()}
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)  # the group gathers whatever memory has
     optimizer.step()
     step(model, optimizer)
 

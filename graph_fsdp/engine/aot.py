@@ -141,9 +141,11 @@ class AotTrace:
             program = self._program(backward, "backward")
             graph = self.context.graphs["backward"]
             program = self.engine.division.around(program, graph, self.context, self.captured)
+            if self.engine.backend.name != "xla":
+                tangents = [place for place, node in enumerate(graph.placeholders) if has_role(node, Role.TANGENT)]
+                program = compat.taking_tangents(program, tangents)
         self._alive = None
-        tangents = [place for place, node in enumerate(graph.placeholders) if has_role(node, Role.TANGENT)]
-        return compat.taking_tangents(program, tangents) if self.engine.backend.name != "xla" else program
+        return program
 
     def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         graph = Graph(self.prepare(inference), "inference")
