@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.integrations.fsdp_config import (
+    as_fsdp2,
     check_plugin,
     compile_arguments,
     prepared_dtypes,
-    set_state_dict_configs,
     whole_tensors,
 )
 
@@ -168,17 +168,10 @@ def adopt(
     configuration = copy.copy(plugin)
     if accelerator.mixed_precision != "no":
         configuration.set_mixed_precision(accelerator.mixed_precision)
-    # Accelerate treats the compiled model as FSDP2's, and does no more to it.
-    as_fsdp2 = copy.copy(plugin)
-    as_fsdp2.fsdp_version = 2
-    as_fsdp2.auto_wrap_policy = None
-    as_fsdp2.activation_checkpointing = False
-    as_fsdp2.mixed_precision_policy = None
-    set_state_dict_configs(as_fsdp2)
     if accelerator.num_processes > 1 or state.distributed_type == DistributedType.FSDP:
         # Each new AcceleratorState starts from the PartialState.
         state.distributed_type = accelerate.PartialState().distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = as_fsdp2
+        state.fsdp_plugin = as_fsdp2(configuration)
     if accelerator.scaler is not None:  # FSDP1's is of flattened parameters
         options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
         accelerator.scaler = GradScaler(device=accelerator.device.type, **options)
