@@ -269,7 +269,9 @@ def state_dicts_of_a_rank(folder: str, given: list[tuple[bool, bool]]) -> dict[s
         )
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, compile_options={"backend": "eager"})
         torch.manual_seed(0)
-        model = Model()
+        model, of_a_loss = Model(), nn.Parameter(torch.ones(3))
+        with pytest.raises(ValueError, match=r"1 parameters that are not the model's, .* has shape \(3,\)\)"):
+            accelerator.prepare(model, torch.optim.SGD([*model.parameters(), of_a_loss]))
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
         for _ in range(2):
             accelerator.backward(model(torch.ones(2, 4)).sum())

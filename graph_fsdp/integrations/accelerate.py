@@ -68,7 +68,8 @@ class Accelerator(accelerate.Accelerator):
         optimizer, which may have been made before, gets the shards.
 
         Raises:
-            ValueError: there are several models; a model comes without its optimizer; an optimizer has state already.
+            ValueError: there are several models; a model comes without its optimizer; an optimizer has state already,
+                or, of several processes, parameters that are not the model's.
             All that ``graph_fsdp.compile`` raises. Nothing is changed then.
         """
         models = [item for item in args if isinstance(item, nn.Module) and not isinstance(item, FSDPModule)]
@@ -89,6 +90,14 @@ class Accelerator(accelerate.Accelerator):
                 "prepare: an optimizer has state of whole parameters; call load_state after prepare instead"
             )
         names = {parameter: name for name, parameter in model.named_parameters()}
+        others = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        others = [p for p in others if p not in names]
+        if others and self.distributed_type == DistributedType.FSDP:  # of one process, Accelerate leaves them alone
+            raise ValueError(
+                f"prepare: the optimizer has {len(others)} parameters that are not the model's, such as a loss's (the "
+                f"first has shape {tuple(others[0].shape)}); compute with them in the model's forward, as parameters "
+                "of the model, or give them an optimizer of their own, which sees to their gradients on all ranks"
+            )
         dimensions = None if self.parallelism_config is None else tuple(self.parallelism_config.fsdp_dim_names)
         mesh = None if dimensions is None else self.torch_device_mesh[dimensions]
         arguments = compile_arguments(self._fsdp_configuration, model, self.device.type, mesh)
