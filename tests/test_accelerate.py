@@ -31,6 +31,7 @@ import graph_fsdp
 from graph_fsdp.compat import fake_process_group
 from graph_fsdp.integrations.accelerate import Accelerator
 from graph_fsdp.integrations.fsdp_config import (
+    as_fsdp2,
     check_plugin,
     compile_arguments,
     prepared_dtypes,
@@ -112,6 +113,27 @@ def test_parameters_compute_with_those_of_fully_shard(version: int, fake_group: 
     fully_shard(reference)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         q.data.mul_(0.5).add_(p.data, alpha=0.5)  # as TRL moves a reference to what is trained
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_reference_model_that_fully_shard_takes_computes_as_the_model(
+    version: int, fake_group: dist.ProcessGroup
+) -> None:
+    given = {"fsdp_version": version, "mixed_precision_policy": "bf16", "activation_checkpointing": True}
+    plugin = as_fsdp2(FullyShardedDataParallelPlugin(**given))
+    # TRL reads these of a trainer's accelerator, whose FSDP is graph_fsdp.
+    options = {"reshard_after_forward": plugin.reshard_after_forward, "offload_policy": plugin.cpu_offload}
+    options["mp_policy"] = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+
+    def dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype]:
+        seen = {}
+        model[0].register_forward_hook(lambda module, inputs, output: seen.update(inner=output.dtype))
+        return model(torch.ones(2, 4)).dtype, seen["inner"]
+
+    reference, model = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    found = dtypes(graph_fsdp.compile(model, **arguments(model, **given), backend="eager"))
+    assert found == dtypes(fully_shard(reference, **options)) and found[1] is torch.bfloat16
+    assert (plugin.fsdp_version, plugin.activation_checkpointing, plugin.auto_wrap_policy) == (2, False, None)
 
 
 def test_wrap_policies() -> None:
@@ -247,7 +269,9 @@ def state_dicts_of_a_rank(folder: str, given: list[tuple[bool, bool]]) -> dict[s
         )
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, compile_options={"backend": "eager"})
         torch.manual_seed(0)
-        model = Model()
+        model, of_a_loss = Model(), nn.Parameter(torch.ones(3))
+        with pytest.raises(ValueError, match=r"1 parameters that are not the model's, .* has shape \(3,\)\)"):
+            accelerator.prepare(model, torch.optim.SGD([*model.parameters(), of_a_loss]))
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
         for _ in range(2):
             accelerator.backward(model(torch.ones(2, 4)).sum())

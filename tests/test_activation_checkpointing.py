@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from expecttest import assert_expected_inline
 from models import GPT
 from printed import calls
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
@@ -220,3 +222,37 @@ def test_batch_statistics_of_a_checkpoint_count_once_and_its_parameters_have_gra
     assert plain[1].num_batches_tracked == 2, "its forward was computed again"
     assert model[1].num_batches_tracked == 1
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Noisy(nn.Module):
+    """Draws the same shapes twice in a layer, by operators that torch's partitioner takes for no draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.linear(x) * (torch.zeros(6, 1).uniform_() < 0.5)
+            x = x + torch.zeros(8).normal_() * torch.empty_like(x).exponential_()
+        return x + torch.randn_like(x).mul(2) - torch.randn_like(x).mul(2)
+
+
+@pytest.mark.parametrize("activation_checkpointing", [None, "unit"])
+def test_equal_draws_are_drawn_each_by_itself(activation_checkpointing: str | None) -> None:
+    def step(model: nn.Module) -> tuple[Tensor, ...]:
+        torch.manual_seed(1)
+        loss = model(torch.ones(6, 8)).square().sum()
+        loss.backward()
+        return loss.detach(), torch.rand(1), *(p.grad for p in model.parameters())
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Noisy() for _ in range(4)))
+    expected = step(copy.deepcopy(plain))
+    model = graph_fsdp.compile(plain, activation_checkpointing=activation_checkpointing, backend="eager")
+    found = step(model)
+    assert all(torch.equal(whole(a), b) for a, b in zip(found, expected, strict=True))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -55,4 +55,5 @@ from graph_fsdp.compat.traces.quick_graphs import quick_copies as quick_copies
 from graph_fsdp.compat.traces.quick_nodes import arguments_of as arguments_of
 from graph_fsdp.compat.traces.quick_nodes import inputs_of as inputs_of
 from graph_fsdp.compat.traces.quick_nodes import parts_of as parts_of
+from graph_fsdp.compat.traces.random_numbers import draws_apart as draws_apart
 from graph_fsdp.compat.traces.torch_compile import *

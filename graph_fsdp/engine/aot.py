@@ -118,6 +118,7 @@ class AotTrace:
         module, graph = joint.module, joint.fx_graph
         with (
             compat.activation_memory_budget(joint.activation_memory_budget),
+            compat.draws_apart(graph, draws),
             compat.random_states_only_where(draws, draws_as_eager=self.engine.backend.name == "eager"),
             compat.quick_minimum_cuts(),
             compat.graphs_without_code(),

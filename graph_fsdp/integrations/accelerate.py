@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.integrations.fsdp_config import (
+    as_fsdp2,
     check_plugin,
     compile_arguments,
     prepared_dtypes,
-    set_state_dict_configs,
     whole_tensors,
 )
 
@@ -68,7 +68,8 @@ class Accelerator(accelerate.Accelerator):
         optimizer, which may have been made before, gets the shards.
 
         Raises:
-            ValueError: there are several models; a model comes without its optimizer; an optimizer has state already.
+            ValueError: there are several models; a model comes without its optimizer; an optimizer has state already,
+                or, of several processes, parameters that are not the model's.
             All that ``graph_fsdp.compile`` raises. Nothing is changed then.
         """
         models = [item for item in args if isinstance(item, nn.Module) and not isinstance(item, FSDPModule)]
@@ -89,6 +90,14 @@ class Accelerator(accelerate.Accelerator):
                 "prepare: an optimizer has state of whole parameters; call load_state after prepare instead"
             )
         names = {parameter: name for name, parameter in model.named_parameters()}
+        others = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        others = [p for p in others if p not in names]
+        if others and self.distributed_type == DistributedType.FSDP:  # of one process, Accelerate leaves them alone
+            raise ValueError(
+                f"prepare: the optimizer has {len(others)} parameters that are not the model's, such as a loss's (the "
+                f"first has shape {tuple(others[0].shape)}); compute with them in the model's forward, as parameters "
+                "of the model, or give them an optimizer of their own, which sees to their gradients on all ranks"
+            )
         dimensions = None if self.parallelism_config is None else tuple(self.parallelism_config.fsdp_dim_names)
         mesh = None if dimensions is None else self.torch_device_mesh[dimensions]
         arguments = compile_arguments(self._fsdp_configuration, model, self.device.type, mesh)
@@ -168,17 +177,10 @@ def adopt(
     configuration = copy.copy(plugin)
     if accelerator.mixed_precision != "no":
         configuration.set_mixed_precision(accelerator.mixed_precision)
-    # Accelerate treats the compiled model as FSDP2's, and does no more to it.
-    as_fsdp2 = copy.copy(plugin)
-    as_fsdp2.fsdp_version = 2
-    as_fsdp2.auto_wrap_policy = None
-    as_fsdp2.activation_checkpointing = False
-    as_fsdp2.mixed_precision_policy = None
-    set_state_dict_configs(as_fsdp2)
     if accelerator.num_processes > 1 or state.distributed_type == DistributedType.FSDP:
         # Each new AcceleratorState starts from the PartialState.
         state.distributed_type = accelerate.PartialState().distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = as_fsdp2
+        state.fsdp_plugin = as_fsdp2(configuration)
     if accelerator.scaler is not None:  # FSDP1's is of flattened parameters
         options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
         accelerator.scaler = GradScaler(device=accelerator.device.type, **options)

@@ -8,6 +8,7 @@ Accelerate keeps an ``fsdp_config`` (of a YAML file, of ``TrainingArguments`` or
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import re
@@ -108,13 +109,9 @@ def compile_arguments(
     Raises:
         ValueError: a class to wrap is not in the model, or ``fsdp_ignored_modules`` matches no module.
     """
-    strategy = plugin.sharding_strategy.name if plugin.fsdp_version == 1 else None
-    reshard, names = _STRATEGIES[strategy] if strategy else (plugin.reshard_after_forward, None)
+    reshard, names = _strategy(plugin)
     if mesh is None and dist.is_initialized():
         mesh = init_device_mesh(device_type, _mesh_shape(names), mesh_dim_names=names)
-    offload_policy = plugin.cpu_offload
-    if isinstance(offload_policy, CPUOffload):
-        offload_policy = CPUOffloadPolicy() if offload_policy.offload_params else OffloadPolicy()
     offload = bool(getattr(plugin, "activation_checkpointing_offload", False))
     checkpointing = ActivationCheckpointing("unit", offload=offload)
     return {
@@ -122,7 +119,7 @@ def compile_arguments(
         "auto_wrap_policy": _auto_wrap_policy(plugin, model),
         "reshard_after_forward": reshard,
         "mp_policy": _mp_policy(plugin, model),
-        "offload_policy": offload_policy,
+        "offload_policy": _offload_policy(plugin),
         "ignored_params": _ignored(plugin.ignored_modules, model),
         "activation_checkpointing": checkpointing if plugin.activation_checkpointing else None,
         "sync_module_states": bool(plugin.sync_module_states or plugin.cpu_ram_efficient_loading) and mesh is not None,
@@ -130,6 +127,34 @@ def compile_arguments(
         "param_init_fn": None if plugin.sync_module_states else plugin.param_init_fn,
         "passes": _pipeline(plugin),
     }
+
+
+def as_fsdp2(plugin: FullyShardedDataParallelPlugin) -> FullyShardedDataParallelPlugin:
+    """Return what Accelerate is told of a model that is compiled: it is FSDP2's, and no more is to be done to it. The
+    rest is said as version 2 says it, since TRL calls ``fully_shard`` with it on a reference model."""
+    found = copy.copy(plugin)
+    found.fsdp_version = 2
+    found.reshard_after_forward = _strategy(plugin)[0]
+    found.cpu_offload = _offload_policy(plugin)
+    if isinstance(plugin.mixed_precision_policy, MixedPrecision):
+        found.mixed_precision_policy = _of_model(plugin.mixed_precision_policy)
+    found.auto_wrap_policy = None
+    found.activation_checkpointing = False
+    set_state_dict_configs(found)
+    return found
+
+
+def _strategy(plugin: FullyShardedDataParallelPlugin) -> tuple[bool | None, tuple[str, ...] | None]:
+    """Return ``reshard_after_forward``, and the names of the mesh's dimensions."""
+    strategy = plugin.sharding_strategy.name if plugin.fsdp_version == 1 else None
+    return _STRATEGIES[strategy] if strategy else (plugin.reshard_after_forward, None)
+
+
+def _offload_policy(plugin: FullyShardedDataParallelPlugin) -> OffloadPolicy:
+    policy: Any = plugin.cpu_offload
+    if isinstance(policy, CPUOffload):
+        return CPUOffloadPolicy() if policy.offload_params else OffloadPolicy()
+    return policy  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -201,13 +226,18 @@ def _mp_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Prec
         return MixedPrecisionPolicy()
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
-    # Around a model of FSDP1, Accelerate converts outputs to float32: the model's, and not those of its units.
-    cast = policy.cast_forward_inputs or policy.cast_root_forward_inputs
-    reduce_dtype = policy.reduce_dtype or policy.param_dtype  # FSDP1 means this by None, and FSDP2 not in every torch
-    of_model = MixedPrecisionPolicy(policy.param_dtype, reduce_dtype, torch.float32, cast)
+    of_model = _of_model(policy)
     full = MixedPrecisionPolicy(torch.float32, torch.float32, policy.param_dtype, True)
     classes = _in_full_precision(plugin)
     return lambda module: of_model if module is model else full if isinstance(module, classes) else None
+
+
+def _of_model(policy: MixedPrecision) -> MixedPrecisionPolicy:
+    """Return what FSDP2 says for FSDP1's policy. Around a model of FSDP1, Accelerate converts outputs to float32: the
+    model's, and not those of its units."""
+    cast = policy.cast_forward_inputs or policy.cast_root_forward_inputs
+    reduce_dtype = policy.reduce_dtype or policy.param_dtype  # FSDP1 means this by None, and FSDP2 not in every torch
+    return MixedPrecisionPolicy(policy.param_dtype, reduce_dtype, torch.float32, cast)
 
 
 def _ignored(modules: str | Iterable[nn.Module] | None, model: nn.Module) -> list[nn.Module] | None:
