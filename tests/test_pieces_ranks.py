@@ -153,6 +153,22 @@ def a_piece_without_parameters_may_be_that_of_one_rank_alone() -> None:
         torch.testing.assert_close(found[name], expected, **CLOSE, msg=name)
 
 
+class Scaled(MLP):
+    """Each text is another graph."""
+
+    def forward(self, x: Tensor, scale: str = "1") -> Tensor:
+        return super().forward(x) * int(scale)
+
+
+@FACTS
+def a_rank_with_more_graphs_than_another_gives_up_on_none() -> None:
+    model = graph_fsdp.compile(Scaled(), backend="eager", fullgraph=False)
+    for step in range(10):
+        model(batch(0), f"{1 + step * dist.get_rank()}")
+    kinds = [graph.cause.kind for graph in graph_fsdp.inspect(model).graphs]
+    assert kinds == ["first", *["guard"] * (9 * dist.get_rank())]
+
+
 @FACTS.long
 def with_inductor_to_its_tolerance() -> None:
     ours, _, theirs = models(backend="inductor")

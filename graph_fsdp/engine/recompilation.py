@@ -93,9 +93,15 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def traces_of(graphs: Sequence[CapturedGraph], key: CaptureKey) -> list[CapturedGraph]:
-    """Return those of ``graphs`` that Dynamo has traced under this key."""
-    return [graph for graph in graphs if graph.cause.key == key and graph.cause.kind != "parameters"]
+def traces_of(graphs: Sequence[CapturedGraph], key: CaptureKey, alike: Cause | None = None) -> list[CapturedGraph]:
+    """Return those of ``graphs`` that Dynamo has traced under this key. ``alike``: of that one's code."""
+    found = [graph for graph in graphs if graph.cause.key == key and graph.cause.kind != "parameters"]
+    return found if alike is None else [graph for graph in found if _code_of(graph.cause) == _code_of(alike)]
+
+
+def _code_of(cause: Cause) -> str:
+    """Return Dynamo's number of a piece of code, "0" of "0/1"."""
+    return (cause.compilation or "").partition("/")[0]
 
 
 def why_captured(
