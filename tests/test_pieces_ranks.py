@@ -124,6 +124,51 @@ def ranks_whose_batches_differ_share_alike() -> None:
     assert gathers == [6, 5, 5, 5, 5, 5]
 
 
+class Augmented(MLP):
+    """Before the model reads a parameter, Python of some ranks breaks the graph."""
+
+    augments = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.augments:
+            x = x.flip(-1)
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@FACTS
+def a_piece_without_parameters_may_be_that_of_one_rank_alone() -> None:
+    ours, theirs = Augmented(), Augmented()
+    theirs.load_state_dict(ours.state_dict())
+    ours.augments = theirs.augments = dist.get_rank() == 1
+    fsdp2(theirs)
+    graph_fsdp.compile(ours, backend="eager", fullgraph=False)
+    for step in range(2):
+        losses = [model(batch(step)).square().mean() for model in (ours, theirs)]
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-7)
+        for loss in losses:
+            loss.backward()
+    found = gradients_of(ours)
+    for name, expected in gradients_of(theirs).items():
+        torch.testing.assert_close(found[name], expected, **CLOSE, msg=name)
+
+
+class Scaled(MLP):
+    """Each text is another graph."""
+
+    def forward(self, x: Tensor, scale: str = "1") -> Tensor:
+        return super().forward(x) * int(scale)
+
+
+@FACTS
+def a_rank_with_more_graphs_than_another_gives_up_on_none() -> None:
+    model = graph_fsdp.compile(Scaled(), backend="eager", fullgraph=False)
+    for step in range(10):
+        model(batch(0), f"{1 + step * dist.get_rank()}")
+    kinds = [graph.cause.kind for graph in graph_fsdp.inspect(model).graphs]
+    assert kinds == ["first", *["guard"] * (9 * dist.get_rank())]
+
+
 @FACTS.long
 def with_inductor_to_its_tolerance() -> None:
     ours, _, theirs = models(backend="inductor")

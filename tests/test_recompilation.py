@@ -180,6 +180,53 @@ def test_keyword_inputs_have_their_names(fake_group: None) -> None:
     assert "mask is float32[1, 16] now" in str(cause) and "x is" not in str(cause)
 
 
+class Attributes(nn.Module):
+    """Its attributes and inputs have names of Dynamo's words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.args = nn.Linear(16, 16), [1.5]
+
+    def forward(self, x: Tensor, size: float = 2.0) -> Tensor:
+        return self.linear(x) * self.args[0] * size
+
+
+@torch.no_grad()
+def test_attributes_and_words_of_dynamo_are_not_taken_for_inputs(fake_group: None) -> None:
+    model: Any = graph_fsdp.compile(Attributes(), backend="eager", dynamic=False)
+    model(torch.ones(4, 16), 2.0)
+    model.args[0] = 2.5
+    model(torch.ones(4, 16), 2.0)
+    model(torch.ones(6, 16), 2.0)
+    _, second, third = causes(model)
+    assert str(second).startswith("a guard of graph 0 failed: self.args[0] == 1.5"), str(second)
+    assert str(third).endswith("x is float32[6, 16] now") and "size is" not in str(third)
+
+
+class Exchanging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(7))
+        self.active = self.experts[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.active(x)
+
+
+@torch.no_grad()
+def test_programs_for_exchanged_modules_are_no_traces(fake_group: None, recwarn: pytest.WarningsRecorder) -> None:
+    model: Any = graph_fsdp.compile(Exchanging(), backend="eager", dynamic=False)
+    for expert in model.experts:
+        model.active = expert
+        model(torch.ones(4, 16))
+    for rows in (6, 8):
+        model(torch.ones(rows, 16))
+    kinds = [cause.kind for cause in causes(model)]
+    assert kinds == ["first", *["parameters"] * 6, "guard", "guard"]
+    assert [guard.graph for guard in causes(model)[-1].guards] == [7, 0], "graphs that Dynamo has guards of"
+    assert not [w for w in recwarn if "has traced the model" in str(w.message)]
+
+
 def test_a_changed_setting_is_the_cause(fake_group: None) -> None:
     model = compiled()
     model.set_requires_gradient_sync(False)

@@ -96,6 +96,25 @@ return ..., up.weight.grad, down.weight.grad""",
     )
 
 
+class WithTarget(TwoLinear):
+    """Computes a target of its own first, as in self-supervised training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.down(self.up(x))
+        return (self.down(self.up(x)) - target - 1).square().sum()
+
+
+def test_a_parameter_whose_first_use_is_without_gradients_has_one(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = ours(parallelize_module(WithTarget(), mesh["tp"], plan), mesh["dp"])
+    model(torch.randn(3, 4)).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    with torch.no_grad():
+        assert not model(torch.randn(3, 4)).requires_grad
+
+
 def test_each_layer_is_gathered_where_it_is_used(fake_group: Any) -> None:
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     model = Transformer(attention=False)

@@ -42,7 +42,7 @@ from graph_fsdp.engine.kept import KeptPrograms, KeptTrace
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import PythonReads
 from graph_fsdp.engine.ranks import Made, OtherPlan, Schedules, nothing
-from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, causes_of, why_captured, why_run_again
+from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, traces_of, why_captured, why_run_again
 from graph_fsdp.engine.substitution import (
     TracedGraph,
     find_parameters,
@@ -143,7 +143,7 @@ class Engine:
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic, **apart(fullgraph))
         self._full_masks = look_for_masks(place.pipeline, place.backend.name)
-        self._integers = not place.dynamic  # else all of them are inputs: numbers of heads, too
+        self._traced_under = functools.partial(compat.tracing_options, fullgraph, integers=not place.dynamic)
         # torch's cache of fake tensors keeps symbols of graphs, and so sizes, guards and sources, for good.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
@@ -193,7 +193,7 @@ class Engine:
             masks = self._full_masks(kwargs)
             key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast, masks)
             stack.enter_context(self.storage.placeholders_registered())
-            stack.enter_context(compat.tracing_options(self.fullgraph, hooks=key.hooks, integers=self._integers))
+            stack.enter_context(self._traced_under(hooks=key.hooks, shared=self.schedules.lockstep is not None))
             stack.enter_context(compat.traced_as(TRACED))
             stack.enter_context(compat.dynamo_ignores_modes())
             if self.repeat_traces:
@@ -213,7 +213,7 @@ class Engine:
             except (compat.Unsupported, compat.UserError, compat.TorchRuntimeError) as error:
                 raised = what_to_raise(error, entry, self._call, self.structure, self.fullgraph)
             except compat.FailOnRecompileLimitHit as error:
-                causes = causes_of(self.graphs, key)
+                causes = [graph.cause for graph in traces_of(self.graphs, key)]
                 raise GraphBreakError(traced_often(self.structure, causes, gives_up=True)) from error
             finally:
                 self._inputs, self._call = {}, None
@@ -241,7 +241,7 @@ class Engine:
     ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see ``_function_compiled``."""
         cause = why_captured(self.graphs, key, self._call, breaks=not self.fullgraph)
-        warn_of_traces(self.structure, causes_of(self.graphs, key))
+        warn_of_traces(self.structure, [graph.cause for graph in traces_of(self.graphs, key, cause)])
         parameters = find_parameters(module, self.storage)
         mark_full_masks(module, key.full_masks, self._call)
         refuse_backward(module, parameters)

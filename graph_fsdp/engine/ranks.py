@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.context import as_compared
+from graph_fsdp.passes.ir.agreed_order import COMMUNICATES
 from graph_fsdp.passes.ir.dialect import STARTS, reduce_payloads
 from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.runtime.comm.collectives import Pending
@@ -107,6 +108,8 @@ class Schedules:
         passes = passes or self._engine.pipeline.run
         refused = self.lockstep.check_refused if self.lockstep is not None else None
         self.meet()
+        if self._may_be_alone and not any(graph.calls_of(COMMUNICATES) for graph in graphs):
+            self.plans.setdefault(kind, Plan())
         if self.lockstep is not None and kind not in self.plans:
             self.lockstep.compiling(again=self.is_announced)
         self.is_announced = False
@@ -144,7 +147,8 @@ class Schedules:
         """Agree with the other ranks on the collectives of graphs, if there was no agreement on the same before.
         ``is_compiling``: the ranks know that this one compiles."""
         fingerprint = tuple(_fingerprint(graphs, self._engine.pipeline, context))
-        if self.lockstep is not None and fingerprint not in self._agreed:
+        is_alone = self._may_be_alone and not fingerprint
+        if self.lockstep is not None and not is_alone and fingerprint not in self._agreed:
             if not is_compiling:
                 self.lockstep.compiling()
             self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
@@ -190,6 +194,12 @@ class Schedules:
             if cause is None:
                 raise
             raise cause from error
+
+    @property
+    def _may_be_alone(self) -> bool:
+        """Say whether a graph without collectives may be a piece of the model that this rank alone has, as Python code
+        between pieces may differ by rank."""
+        return not self._engine.fullgraph
 
     @property
     def _model(self) -> str:

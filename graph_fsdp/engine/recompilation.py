@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 CauseKind = (
     Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python", "hooks"]
-    | Literal["finalized", "divided"]
+    | Literal["cast", "finalized", "divided"]
 )
 
-_INPUT = re.compile(r"\b(?:args\[(?P<index>\d+)\]|kwargs\[['\"](?P<name>\w+)['\"]\])")
+_INPUT = re.compile(r"(?<![\w.])(?:args\[(?P<index>\d+)\]|kwargs\[['\"](?P<name>\w+)['\"]\])")
 _MODULE = re.compile(r"\._(?:modules|parameters|buffers)\[['\"](?P<name>[^'\"]+)['\"]\]")
 _MAX_VALUE = 60  # characters of a value that is no tensor
 
@@ -63,10 +63,10 @@ class Cause:
     graphs failed: ``guards``, the graph that ran last first), "settings" (a method such as
     ``set_requires_gradient_sync`` has changed them), "inputs" (inputs are sharded otherwise, or an attention mask masks
     something where it did not), "piece" (what follows a graph break), "reset" (Dynamo's cache was emptied), "shared"
-    (a piece that takes or gives what other pieces gather), "parameters" (compiled code runs with other parameters, or
-    they were cast), "python" (code outside of graphs reads a parameter), "hooks" (a module has a hook now, or none has
-    any more), "finalized" (``finalize_backward`` reduces what is kept), "divided" (a pipeline runs a backward in two
-    halves).
+    (a piece that takes or gives what other pieces gather), "parameters" (what was traced before runs with other
+    parameters), "cast" (parameters have another dtype), "python" (code outside of graphs reads a parameter), "hooks"
+    (a module has a hook now, or none has any more), "finalized" (``finalize_backward`` reduces what is kept), "divided"
+    (a pipeline runs a backward in two halves).
     ``compilation``: its name in torch's logs, "0/1".
     """
 
@@ -93,9 +93,15 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def causes_of(graphs: Sequence[CapturedGraph], key: CaptureKey) -> list[Cause]:
-    """Return why those of ``graphs`` were captured that have this key."""
-    return [graph.cause for graph in graphs if graph.cause.key == key]
+def traces_of(graphs: Sequence[CapturedGraph], key: CaptureKey, alike: Cause | None = None) -> list[CapturedGraph]:
+    """Return those of ``graphs`` that Dynamo has traced under this key. ``alike``: of that one's code."""
+    found = [graph for graph in graphs if graph.cause.key == key and graph.cause.kind != "parameters"]
+    return found if alike is None else [graph for graph in found if _code_of(graph.cause) == _code_of(alike)]
+
+
+def _code_of(cause: Cause) -> str:
+    """Return Dynamo's number of a piece of code, "0" of "0/1"."""
+    return (cause.compilation or "").partition("/")[0]
 
 
 def why_captured(
@@ -107,12 +113,11 @@ def why_captured(
     compilation = compat.current_compilation()
     failed = compat.failed_guards()
     if failed:
-        numbers = {c.cause.compilation: c.index for c in earlier if c.cause.key == key}
+        numbers = {c.cause.compilation: c.index for c in traces_of(earlier, key)}
         given = _arguments(call)
         guards = tuple(GuardFailure(numbers.get(n), _readable(guard, list(given)), where) for n, guard, where in failed)
-        words = " ".join(g.guard for g in guards)
-        named = [name for name in given if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", words)]
-        now = [f"{name} is {_described(given[name])} now" for name in named]
+        named = _inputs_named(" ".join(guard for _, guard, _ in failed), list(given))
+        now = [f"{name} is {_described(value)} now" for name, value in given.items() if name in named]
         text = "; ".join([*map(str, guards), *now])
         return Cause("guard", text, guards, compilation, key)
     kind, text = _unguarded(earlier, key, breaks)
@@ -144,13 +149,21 @@ def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) 
     if changed:
         return "settings", f"settings changed: {', '.join(changed)}"
     if last.cast != key.cast:
-        return "parameters", f"the model was cast to {key.cast}"
+        return "cast", f"the model was cast to {key.cast}"
     if last.hooks != key.hooks:
         return "hooks", f"hooks of modules were {'added' if key.hooks else 'removed'}"
     if changed := sorted(last.full_masks ^ key.full_masks):
         says = "nothing" if changed[0] in key.full_masks else "something"
         return "inputs", f"{changed[0]} masks {says} now"
     return "inputs", "inputs are sharded over the devices in another way"
+
+
+def _inputs_named(guards: str, names: Sequence[str]) -> set[str]:
+    """Return the inputs, which have these ``names``, that Dynamo's words on guards speak of."""
+    found = [(match["name"], match["index"]) for match in _INPUT.finditer(guards)]
+    by_place = {names[int(index)] for _, index in found if index is not None and int(index) < len(names)}
+    keys = {key for key in names if re.search(rf"['\"]{re.escape(key)}['\"], kwargs\b", guards)}  # there, or not
+    return by_place | keys | {name for name, _ in found if name is not None}
 
 
 def _readable(guard: str, names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
 
+COMMUNICATES = (dialect.gather_param, dialect.reduce_grad)  # a captured graph, by these
 Starts = list[tuple[str, str]]  # (role of the start, bucket), in the order in which they start
 
 
@@ -80,7 +81,7 @@ class Plan:
 def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
     """Digest what a joint or inference graph gathers and reduces, and the settings: equal where a plan is shared."""
     parts: list[str] = [graph.phase, settings.key()]
-    for target in (dialect.gather_param, dialect.reduce_grad):
+    for target in COMMUNICATES:
         names = {dialect.parameter_of(node) for node in graph.fx_graph.nodes if node.target is target}
         parts += sorted({model.bucket_of[name].name if name in model.bucket_of else name for name in names})
         parts.append("")

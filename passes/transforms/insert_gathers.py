@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import fx
 
+from graph_fsdp import compat
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
@@ -19,7 +23,8 @@ class InsertGathers(GraphPass):
 
     The gathers stand together before the graph's first operator, and later passes move them; that of a DTensor, which
     is made by views of what is gathered, stands before its first use. A parameter that is sharded on another dimension
-    than the first is gathered with that dimension first, and copied back to the strides of the model.
+    than the first is gathered with that dimension first, and copied back to the strides of the model. What is gathered
+    has a gradient also where its first use, in a block of ``torch.no_grad()``, has none.
     """
 
     name = "insert_gathers"
@@ -29,12 +34,12 @@ class InsertGathers(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         after_inputs = graph.placeholders[-1].next if graph.placeholders else graph.output
-        positions = graph.positions()
+        positions, modes = graph.positions(), graph.calls_of([compat.set_grad_enabled])
         for node, (parameter, shard) in context.inputs.shards.items():
             full = node.meta["example_value"]
             is_dtensor = node in context.inputs.as_used and node.users
             first = min(node.users, key=positions.__getitem__) if is_dtensor else after_inputs
-            with graph.fx_graph.inserting_before(first):
+            with graph.fx_graph.inserting_before(first), _recorded(modes, positions, first):
                 gather = value = _gather(graph, node, parameter, context)
                 if dim := parameter.shard_dim:
                     moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
@@ -47,6 +52,19 @@ class InsertGathers(GraphPass):
             value.meta["example_value"] = full
             node.meta = {**node.meta, "example_value": shard}  # torch 2.9: the inputs of torch.cond's branches share it
         return f"{len(context.inputs.shards)} parameters gathered"
+
+
+@contextmanager
+def _recorded(modes: list[fx.Node], positions: dict[fx.Node, int], place: fx.Node) -> Iterator[None]:
+    """Insert nodes before ``place`` that autograd records if it does at the graph's beginning. ``modes``: the graph's
+    calls that switch autograd on or off, as ``with torch.no_grad()`` does; ``positions``: of its own nodes."""
+    before = [mode.args[0] for mode in modes if positions[mode] < positions[place]]
+    switches = torch.is_grad_enabled() and before and not before[-1]
+    if switches:
+        place.graph.call_function(compat.set_grad_enabled, (True,))
+    yield
+    if switches:
+        place.graph.call_function(compat.set_grad_enabled, (False,))
 
 
 def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext) -> fx.Node:

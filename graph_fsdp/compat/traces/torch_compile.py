@@ -229,7 +229,9 @@ def goes_on_at_torchs_limit(traces: int) -> bool:
 
 
 @contextlib.contextmanager
-def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: bool = False) -> Iterator[None]:
+def tracing_options(
+    fullgraph: bool = False, *, hooks: bool = False, integers: bool = False, shared: bool = False
+) -> Iterator[None]:
     """Trace under the configuration that the models of this package need.
 
     - Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph.
@@ -238,6 +240,8 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: b
     - No weak references to inputs stay, which ``torch.utils.swap_tensors`` refuses, from torch 2.13 on.
     - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do; and where
       torch's limit of eight graphs would end a training, the one of all graphs of a process holds alone.
+    - With ``shared``, too, that limit holds alone: a rank that meets more lengths than another would give up before it,
+      and gather differently.
     - With ``hooks``, graphs are guarded by the hooks that they were traced with.
     - With ``integers``, one of a module that has changed (a counter of calls) is an input of the next graph, as an
       argument of forward is, and does not make a graph for each value.
@@ -255,8 +259,8 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False, integers: b
     options |= {name: value for name, value in other.items() if hasattr(dynamo_config, name)}
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
-        if dynamo_config.recompile_limit == _RECOMPILE_LIMIT:
-            options["recompile_limit"] = dynamo_config.accumulated_recompile_limit
+    if (fullgraph or shared) and dynamo_config.recompile_limit == _RECOMPILE_LIMIT:
+        options["recompile_limit"] = dynamo_config.accumulated_recompile_limit
     config_for_log = dynamo_utils._get_dynamo_config_for_logging
 
     def without_functions() -> str | None:  # torch 2.11 sorts the functions and logs an error for each graph
