@@ -130,6 +130,48 @@ def a_parameter_that_is_divided_otherwise_is_refused() -> None:
     graph_fsdp.compile(model, axes, backend="xla")
 
 
+class ComplexFilter(nn.Module):
+    """Filters of complex numbers, of 16 rows and of 3, which four devices do not share equally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+        self.mix = nn.Parameter(torch.randn(3, 16, dtype=torch.complex64))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.view_as_real(x * self.filter * self.mix.sum(0))
+        return self.head(y[..., 0] + 2 * y[..., 1])
+
+
+@FACTS
+def complex_parameters_train() -> None:
+    compare(ComplexFilter(), vectors)
+
+
+class Float8Table(nn.Module):
+    """Five rows in float8, which four devices do not share equally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 16).to(torch.float8_e4m3fn), requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(3, 16).to(torch.float8_e4m3fn), requires_grad=False)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.table.float().sum(0) + self.bias.float().sum(0))
+
+
+@FACTS
+def frozen_float8_parameters_are_gathered() -> None:
+    import graph_fsdp
+
+    model = graph_fsdp.compile(Float8Table(), mesh(DEVICES), backend="xla")
+    reference = Float8Table()
+    reference.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    same_output(model, reference, mesh(DEVICES))
+
+
 def a_unit_by_itself(sharding: str) -> None:
     import torch_xla
 
