@@ -130,6 +130,19 @@ def a_parameter_that_is_divided_otherwise_is_refused() -> None:
     graph_fsdp.compile(model, axes, backend="xla")
 
 
+@FACTS
+def inputs_on_the_cpu_are_copied_to_the_devices() -> None:
+    import graph_fsdp
+
+    for sharding in ("manual", "auto"):
+        model = MLP(depth=1)
+        reference = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match=r"no input of the model is sharded \(x\)"):
+            graph_fsdp.compile(model, mesh(DEVICES), backend="xla", sharding=sharding)(vectors(0)[0])
+        same = model(x=vectors(0)[0]).detach().cpu() - reference(vectors(0)[0])
+        assert same.abs().max() < BOUND
+
+
 class ComplexFilter(nn.Module):
     """Filters of complex numbers, of 16 rows and of 3, which four devices do not share equally."""
 
