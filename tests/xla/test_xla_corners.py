@@ -143,6 +143,41 @@ def inputs_on_the_cpu_are_copied_to_the_devices() -> None:
         assert same.abs().max() < BOUND
 
 
+@FACTS
+def buffers_stay_whole_when_a_checkpoint_is_loaded() -> None:
+    """Those of a batch norm have the shape of its weight, which is divided."""
+    from tempfile import TemporaryDirectory
+
+    import torch_xla
+
+    import graph_fsdp
+    from graph_fsdp import checkpoint
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    x = shard_batch(vectors(0)[0], axes)
+
+    def compiled() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+        graph_fsdp.compile(model, axes, backend="xla")
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(x).square().sum() + model[1].running_mean.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        return loss.item()
+
+    saved, loaded = compiled(), compiled()
+    step(*saved)
+    with TemporaryDirectory() as folder:
+        checkpoint.save(f"{folder}/saved", *saved)
+        checkpoint.load(f"{folder}/saved", *loaded)
+    assert step(*saved) == step(*loaded)
+
+
 class ComplexFilter(nn.Module):
     """Filters of complex numbers, of 16 rows and of 3, which four devices do not share equally."""
 
