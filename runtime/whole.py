@@ -26,7 +26,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
@@ -65,10 +65,12 @@ class GatherInput:
 
 @dataclass(frozen=True)
 class _Messages:
-    """A gathered bucket whose buffer does not exist: what each message brought, rank-major and flat."""
+    """A gathered bucket whose buffer, of ``dtype``, does not exist: what each message brought, rank-major and flat.
+    Float8 may have been sent as bytes."""
 
     layout: GatherLayout
     parts: list[fx.Node]
+    dtype: torch.dtype
 
 
 class Lowering:
@@ -124,6 +126,13 @@ class Lowering:
     def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         return value if value.meta["val"].dtype is dtype else self.call(_cast, value, dtype)
 
+    def sendable(self, value: fx.Node) -> fx.Node:
+        """View float8 as bytes, since process groups may not know it."""
+        return self._viewed(value, torch.uint8) if collectives.is_float8(value.meta["val"].dtype) else value
+
+    def _viewed(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return value if value.meta["val"].dtype is dtype else self.call(aten.view.dtype, value, dtype)
+
     def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
         """Add a collective for each message, or one for all where the process group can launch several (NCCL)."""
         op, together = _functional.all_gather_into_tensor.default, _functional.all_gather_into_tensor_coalesced.default
@@ -176,14 +185,14 @@ class Lowering:
         if (source := self.slices.get(node)) is None:  # chunks that the graph has computed, with zeros in between
             flat = [self.call(aten.reshape.default, self.values[shard], [-1]) for shard in operands(node)]
             source = self._spread(flat, layout.offsets, layout.length)
-        source = self.cast(source, dtype)
+        source = self.sendable(self.cast(source, dtype))
         shards = [self._part(source, m.begin, m.numel) for m in layout.messages]
         world_size, group = dialect.argument(node, "world_size"), dialect.group_of(node)
-        return _Messages(layout, self.all_gather(shards, world_size, group, node.name))
+        return _Messages(layout, self.all_gather(shards, world_size, group, node.name), dtype)
 
     def gather_wait(self, node: fx.Node) -> fx.Node | _Messages:
         pending: _Messages = self.values[operand(node)]
-        buffer = _Messages(pending.layout, [self.wait(part, node.name) for part in pending.parts])
+        buffer = replace(pending, parts=[self.wait(part, node.name) for part in pending.parts])
         (first, *others) = buffer.layout.messages
         whole = not others and first.lands_in_place and first.numel == buffer.layout.length
         return self._buffer(buffer) if whole or not all(_takes_parts(user, buffer) for user in node.users) else buffer
@@ -192,13 +201,14 @@ class Lowering:
         """Make the parameter-major buffer of the scheduled graph. What no message brought is padding."""
         layout, chunks = messages.layout, list(_chunks(messages.layout))
         pieces = [self._rows(messages, chunk) for chunk in chunks]
-        return self._spread(pieces, [layout.world_size * c.begin for c in chunks], layout.world_size * layout.length)
+        places = [layout.world_size * chunk.begin for chunk in chunks]
+        return self._viewed(self._spread(pieces, places, layout.world_size * layout.length), messages.dtype)
 
     def take(self, messages: _Messages, begin: int, numel: int, name: str | None = None) -> fx.Node:
         """Take ``numel`` elements of the buffer from ``begin`` on, which lie in one chunk of one message."""
         chunk = _chunk_at(messages.layout, begin)
         first = begin - messages.layout.world_size * chunk.begin
-        return self._part(self._rows(messages, chunk), first, numel, name)
+        return self._viewed(self._part(self._rows(messages, chunk), first, numel, name), messages.dtype)
 
     def _rows(self, messages: _Messages, chunk: _Chunk) -> fx.Node:
         """Return a chunk of the bucket's shard of all ranks, one rank behind the other."""
@@ -221,9 +231,17 @@ class Lowering:
         for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
             begin, following = end if index == 0 else offset, [*offsets, length][index + 1]
             pad = [offset - begin, following - offset - piece.meta["val"].numel()]
-            padded.append(self.call(aten.constant_pad_nd.default, piece, pad) if any(pad) else piece)
+            padded.append(self._padded(piece, pad) if any(pad) else piece)
             end = following
         return padded[0] if len(padded) == 1 else self.call(aten.cat.default, padded)
+
+    def _padded(self, flat: fx.Node, pad: Sequence[int]) -> fx.Node:
+        if not collectives.is_float8(flat.meta["val"].dtype):
+            return self.call(aten.constant_pad_nd.default, flat, pad)
+        before, after = (
+            self.call(aten.new_zeros.default, flat, [numel]) for numel in pad
+        )  # XLA's padding has no float8
+        return self.call(aten.cat.default, [before, flat, after])
 
     def keep_shard(self, node: fx.Node) -> fx.Node:
         names = ("offsets", "numels", "length", "world_size", "ranks")

@@ -103,6 +103,31 @@ def forward(primals_3, tangents_1):
     )
 
 
+class Table(nn.Module):
+    """Five rows in float8, which is not trained, and a scale that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 16).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * self.table.float().sum(0)
+
+
+def test_float8_is_gathered_as_bytes() -> None:
+    """Which gloo can send."""
+    report = report_of(Table())
+    assert_expected_inline(
+        lines_with(report, "forward", "uint8", "float8", "all_gather"),
+        """\
+gather_root_1 = torch.ops._c10d_functional.all_gather_into_tensor.default(slice_tensor, 8, '0')
+view_dtype = torch.ops.aten.view.dtype(shards_gather_root, torch.uint8)
+gather_root = torch.ops._c10d_functional.all_gather_into_tensor.default(slice_tensor_1, 8, '0')
+view_dtype_1 = torch.ops.aten.view.dtype(constant_pad_nd_default_1, torch.float8_e4m3fn)""",
+    )
+
+
 def test_two_blocks_gather_ahead_and_reduce_behind() -> None:
     report = report_of(reshard_after_forward=True)
     assert_expected_inline(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+import torch
 from torch import nn
 
 import graph_fsdp
 from graph_fsdp import MeshError, UnsupportedError
-from graph_fsdp.xla.compile import check_versions, check_world_sizes
+from graph_fsdp.xla.compile import check_parameters, check_versions, check_world_sizes
+from graph_fsdp.xla.mesh import XlaMesh
 
 PAIR = r"pip install torch==2\.9\.1 torch_xla==2\.9\.0"
 
@@ -37,6 +39,13 @@ def test_world_sizes_must_agree() -> None:
     with pytest.raises(MeshError, match=r"counts 2 processes and XLA 1.*one process per host.*without torchrun"):
         check_world_sizes(2, 1)
     check_world_sizes(2, 2)
+
+
+def test_complex128_is_refused() -> None:
+    """Of which torch_xla's operators keep the real part alone."""
+    p = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(UnsupportedError, match=r"parameter 'filter' is complex128.*make it complex64"):
+        check_parameters({p: ["filter"]}, XlaMesh(((0, 1, 2, 3),)))
 
 
 def test_what_becomes_of_host_fallbacks_is_for_xla_only() -> None:

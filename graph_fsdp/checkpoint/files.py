@@ -214,8 +214,8 @@ class TensorAccess:
         part. With ``copy``, a copy."""
         return tensor.detach().to("cpu", copy=True) if copy else tensor
 
-    def to_fill(self, tensor: Tensor) -> Tensor:
-        """Return what is read into for a tensor; ``filled`` is called afterwards."""
+    def to_fill(self, tensor: Tensor, is_state: bool) -> Tensor:
+        """Return what is read into for a tensor; ``filled`` is called afterwards. ``is_state``: an optimizer's."""
         return tensor
 
     def filled(self, tensor: Tensor, value: Tensor) -> None:

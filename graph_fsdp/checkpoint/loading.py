@@ -111,7 +111,7 @@ def load(
             optimizer_values.prepare()
         wanted = {**of_model.wanted, **optimizer_values.wanted, **extra_values.wanted}
         access = access_of(model)
-        filled = {key: access.to_fill(tensor) for key, tensor in wanted.items()}
+        filled = {key: access.to_fill(tensor, key in optimizer_values.wanted) for key, tensor in wanted.items()}
         if in_memory:
             bring_tensors(ranks, checkpoint, filled, verify)
         read(checkpoint, filled, ranks, verify and not in_memory)

@@ -228,7 +228,7 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
         own = vars(self)
         of_inputs, of_outputs = own["_graph_fsdp_casts"]
         engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
-        if engine.storage.device.type not in ("cpu", "xla"):  # XLA's engine moves what its graphs are given
+        if engine.storage.device.type != "cpu":
             args, kwargs = on_device((args, kwargs), engine.storage.device)
         if of_inputs is not None:
             args, kwargs = cast_floats((args, kwargs), of_inputs)

@@ -70,8 +70,8 @@ class XlaTensors(TensorAccess):
         parts: Tensor = Parts(tensor.shape, tensor.dtype, held)
         return parts
 
-    def to_fill(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "xla":
+    def to_fill(self, tensor: Tensor, is_state: bool) -> Tensor:
+        if is_state and tensor.device.type == "xla":
             self._divide(compat_xla.plain(tensor.detach()))
         return self.to_write(tensor)
 
@@ -91,7 +91,7 @@ class XlaTensors(TensorAccess):
 
     def _divide(self, tensor: Tensor) -> None:
         """Divide a state that an optimizer has just made, whole on each device, as the parameter of its shape. Another
-        tensor of that shape has the same values wherever it lies."""
+        state of that shape has the same values wherever it lies; a buffer of the model stays whole."""
         if not self._is_divided(tensor):
             parameters = (p.spec for p in self.storage.parameters.values())
             like = next((p for p in parameters if tuple(p.shape) == tuple(tensor.shape)), None)

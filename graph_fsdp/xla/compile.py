@@ -186,6 +186,11 @@ def check_parameters(names: Mapping[nn.Parameter, list[str]], mesh: XlaMesh) -> 
             raise UnsupportedError(
                 f"parameter {name!r} is {kind}, which backend='xla' cannot gather; pass a plain model"
             )
+        if p.dtype is torch.complex128:
+            raise UnsupportedError(
+                f"parameter {name!r} is complex128, whose imaginary part torch_xla drops in all that it computes; make "
+                "it complex64 before graph_fsdp.compile"
+            )
         if p.device.type not in ("cpu", "xla", "meta"):
             raise ValueError(f"parameter {name!r} is on {p.device}; move the model to the CPU or to XLA's device")
         if p.device.type == "xla" and mesh.placements([p.detach()])[0] not in (mesh.sharded, mesh.whole):

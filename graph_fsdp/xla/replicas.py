@@ -115,7 +115,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     groups = storage.xla_mesh.groups["fsdp"]
     all_here()
     for channel, (key, p) in enumerate(_sharded(model, storage), start=1):
-        whole[key] = compat_xla.all_gather(p.shard.detach(), groups, channel)[: p.spec.rows]
+        shard = p.shard.detach()
+        if p.spec.empty:  # which XLA does not gather
+            whole[key] = shard.new_empty(p.spec.shape)
+        else:
+            whole[key] = compat_xla.all_gather(shard, groups, channel)[: p.spec.rows]
     compat_xla.sync(wait=True)
     return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in whole.items()}
 

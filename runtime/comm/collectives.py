@@ -94,7 +94,7 @@ class AllGather:
         self.is_pair = is_pair(group, shards[0].device)
         self.messages = [(message, message.lands_in_place) for message in layout.messages]
         self.is_one = layout.messages[0].numel == layout.length  # the message is the bucket
-        self.casts, self.is_float8 = shards[0].dtype is not dtype, _is_float8(dtype) or _is_float8(shards[0].dtype)
+        self.casts, self.is_float8 = shards[0].dtype is not dtype, is_float8(dtype) or is_float8(shards[0].dtype)
         self.in_place: tuple[list[Any], Any] = [], 0  # where shards were that lie in one slice, and its beginning
 
     def start(
@@ -178,10 +178,10 @@ def start_all_gather(
 
 def _sendable(value: Tensor) -> Tensor:
     """View float8 as uint8: process groups may not know it."""
-    return value.view(torch.uint8) if _is_float8(value.dtype) else value
+    return value.view(torch.uint8) if is_float8(value.dtype) else value
 
 
-def _is_float8(dtype: torch.dtype) -> bool:
+def is_float8(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype.is_floating_point
 
 

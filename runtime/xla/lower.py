@@ -146,11 +146,19 @@ class Lowered(whole.Lowering):
     def wait(self, value: fx.Node, name: str) -> fx.Node:
         return value
 
+    def sendable(self, value: fx.Node) -> fx.Node:
+        return value  # XLA's collectives have float8, and views as bytes it has not
+
     def _reduced(
         self, target: Any, value: fx.Node, op: str, devices: list[int], size: int, name: str | None = None
     ) -> fx.Node:
         total = self.call(target, value, devices, size, name=name)
-        return self.call(aten.div.Tensor, total, float(size)) if op == "avg" else total
+        return self._divided(total, float(size) if op == "avg" else None)
+
+    def _divided(self, value: fx.Node, divisor: float | None) -> fx.Node:
+        if divisor is None or not value.meta["val"].is_complex():
+            return super()._divided(value, divisor)
+        return self.call(aten.mul.Tensor, value, 1 / divisor)  # torch_xla's quotient of complex numbers is a real one
 
     def _groups(self, group: str) -> tuple[list[int], int]:
         groups = self.groups[group]

@@ -130,6 +130,96 @@ def a_parameter_that_is_divided_otherwise_is_refused() -> None:
     graph_fsdp.compile(model, axes, backend="xla")
 
 
+@FACTS
+def inputs_on_the_cpu_are_copied_to_the_devices() -> None:
+    import graph_fsdp
+
+    for sharding in ("manual", "auto"):
+        model = MLP(depth=1)
+        reference = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match=r"no input of the model is sharded \(x\)"):
+            graph_fsdp.compile(model, mesh(DEVICES), backend="xla", sharding=sharding)(vectors(0)[0])
+        same = model(x=vectors(0)[0]).detach().cpu() - reference(vectors(0)[0])
+        assert same.abs().max() < BOUND
+
+
+@FACTS
+def buffers_stay_whole_when_a_checkpoint_is_loaded() -> None:
+    """Those of a batch norm have the shape of its weight, which is divided."""
+    from tempfile import TemporaryDirectory
+
+    import torch_xla
+
+    import graph_fsdp
+    from graph_fsdp import checkpoint
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    x = shard_batch(vectors(0)[0], axes)
+
+    def compiled() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+        graph_fsdp.compile(model, axes, backend="xla")
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(x).square().sum() + model[1].running_mean.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        return loss.item()
+
+    saved, loaded = compiled(), compiled()
+    step(*saved)
+    with TemporaryDirectory() as folder:
+        checkpoint.save(f"{folder}/saved", *saved)
+        checkpoint.load(f"{folder}/saved", *loaded)
+    assert step(*saved) == step(*loaded)
+
+
+class ComplexFilter(nn.Module):
+    """Filters of complex numbers, of 16 rows and of 3, which four devices do not share equally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+        self.mix = nn.Parameter(torch.randn(3, 16, dtype=torch.complex64))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.view_as_real(x * self.filter * self.mix.sum(0))
+        return self.head(y[..., 0] + 2 * y[..., 1])
+
+
+@FACTS
+def complex_parameters_train() -> None:
+    compare(ComplexFilter(), vectors)
+
+
+class Float8Table(nn.Module):
+    """Five rows in float8, which four devices do not share equally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 16).to(torch.float8_e4m3fn), requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(3, 16).to(torch.float8_e4m3fn), requires_grad=False)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.table.float().sum(0) + self.bias.float().sum(0))
+
+
+@FACTS
+def frozen_float8_parameters_are_gathered() -> None:
+    import graph_fsdp
+
+    model = graph_fsdp.compile(Float8Table(), mesh(DEVICES), backend="xla")
+    reference = Float8Table()
+    reference.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    same_output(model, reference, mesh(DEVICES))
+
+
 def a_unit_by_itself(sharding: str) -> None:
     import torch_xla
 
