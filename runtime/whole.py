@@ -238,9 +238,7 @@ class Lowering:
     def _padded(self, flat: fx.Node, pad: Sequence[int]) -> fx.Node:
         if not collectives.is_float8(flat.meta["val"].dtype):
             return self.call(aten.constant_pad_nd.default, flat, pad)
-        before, after = (
-            self.call(aten.new_zeros.default, flat, [numel]) for numel in pad
-        )  # XLA's padding has no float8
+        before, after = (self.call(aten.new_zeros.default, flat, [numel]) for numel in pad)  # XLA cannot pad float8
         return self.call(aten.cat.default, [before, flat, after])
 
     def keep_shard(self, node: fx.Node) -> fx.Node:
