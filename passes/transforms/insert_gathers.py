@@ -58,8 +58,8 @@ class InsertGathers(GraphPass):
 def _recorded(modes: list[fx.Node], positions: dict[fx.Node, int], place: fx.Node) -> Iterator[None]:
     """Insert nodes before ``place`` that autograd records if it does at the graph's beginning. ``modes``: the graph's
     calls that switch autograd on or off, as ``with torch.no_grad()`` does; ``positions``: of its own nodes."""
-    before = [mode.args[0] for mode in modes if positions[mode] < positions[place]]
-    switches = torch.is_grad_enabled() and before and not before[-1]
+    before = [mode.args for mode in modes if positions[mode] < positions[place]]
+    switches = torch.is_grad_enabled() and before[-1:] == [(False,)]
     if switches:
         place.graph.call_function(compat.set_grad_enabled, (True,))
     yield

@@ -238,10 +238,9 @@ def tracing_options(
     - Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
     - Derivatives in a forward (``torch.autograd.grad``) are traced, from torch 2.11 on.
     - No weak references to inputs stay, which ``torch.utils.swap_tensors`` refuses, from torch 2.13 on.
-    - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do; and where
-      torch's limit of eight graphs would end a training, the one of all graphs of a process holds alone.
-    - With ``shared``, too, that limit holds alone: a rank that meets more lengths than another would give up before it,
-      and gather differently.
+    - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do.
+    - With it, and among several ranks (``shared``), the limit of all graphs of a process holds alone: torch's of eight
+      would end a training, or have a rank that meets more lengths than another gather differently.
     - With ``hooks``, graphs are guarded by the hooks that they were traced with.
     - With ``integers``, one of a module that has changed (a counter of calls) is an input of the next graph, as an
       argument of forward is, and does not make a graph for each value.
