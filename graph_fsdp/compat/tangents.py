@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.compat.dispatch_modes import without_dispatch_modes
+from graph_fsdp.compat.tensors import tensor_uses
 from graph_fsdp.compat.traces.torch_compile import boxed
 
 # Before torch 2.13, autograd holds the gradients that it calls a backward graph with until the graph has run.
@@ -49,14 +50,14 @@ def _take(args: list[Any], places: Sequence[int]) -> None:
     of_gradients, of_bases = _references_of_calls()
     for place in places:
         tangent = args[place]
-        if type(tangent) is not Tensor or tangent.layout is not torch.strided or tangent._use_count() != _IN_CPP:
+        if type(tangent) is not Tensor or tangent.layout is not torch.strided or tensor_uses(tangent) != _IN_CPP:
             continue
         if sys.getrefcount(tangent) != of_gradients:
             continue
         args[place] = taken = tangent.detach()
         base, empty = tangent._base, taken.new_empty(0)
         tangent.data = empty
-        if base is not None and base._use_count() == _IN_CPP and sys.getrefcount(base) == of_bases:
+        if base is not None and tensor_uses(base) == _IN_CPP and sys.getrefcount(base) == of_bases:
             base.data = empty
 
 

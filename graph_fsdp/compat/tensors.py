@@ -169,8 +169,7 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 def has_accumulator(leaf: torch.Tensor) -> bool:
     """Say whether a leaf's ``AccumulateGrad`` may be there, which holds it: it is made for the first graph that needs
     it, and goes with the last."""
-    any_leaf: Any = leaf  # torch's stubs lack it
-    return int(any_leaf._use_count()) > 1
+    return tensor_uses(leaf) > 1
 
 
 def is_run(node: Any) -> bool:
@@ -287,6 +286,12 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and other objects hold a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def tensor_uses(tensor: torch.Tensor) -> int:
+    """Return how many references to a tensor C++ has, that of its Python object among them."""
+    any_tensor: Any = tensor  # torch's stubs lack it
+    return int(any_tensor._use_count())
 
 
 def values_in(mode: FakeTensorMode, values: Iterable[Any]) -> list[Any]:
