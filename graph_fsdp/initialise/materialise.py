@@ -93,7 +93,7 @@ def materialise(
     Raises:
         MetaDeviceError: an initialisation raised, wrote where it must not, or left something without values.
     """
-    writes = Writes({compat.storage_id(tensor): name for tensor, name in names.items()})
+    writes = WatchedWrites({compat.storage_id(tensor): name for tensor, name in names.items()})
     with torch.no_grad(), device, _first_ranks_random_numbers(mesh, device):
         for piece in pieces:
             _initialise(piece, names, device, storage, writes)
@@ -136,7 +136,7 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
         torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
-class Writes(compat.TorchDispatchMode):
+class WatchedWrites(compat.TorchDispatchMode):
     """Keeps ``unwritten`` up to date while it is active, and lets no operator write to what is ``protected``.
 
     Both hold memory by ``compat.storage_id``; ``protected`` has the name of the tensor that it belongs to.
@@ -177,7 +177,7 @@ class Writes(compat.TorchDispatchMode):
 
 
 def _initialise(
-    piece: Piece, names: Mapping[Tensor, str], device: torch.device, storage: Shards, writes: Writes
+    piece: Piece, names: Mapping[Tensor, str], device: torch.device, storage: Shards, writes: WatchedWrites
 ) -> None:
     registered = [(table, module, leaf, tensor) for module in piece.modules for table, leaf, tensor in _entries(module)]
     stand_ins: dict[Tensor, Tensor] = {}
@@ -225,7 +225,7 @@ def _put_back(registered: Iterable[tuple[dict[str, Any], nn.Module, str, Tensor]
     return replaced
 
 
-def _take_over(tensor: Tensor, found: Any, what: str, writes: Writes) -> None:
+def _take_over(tensor: Tensor, found: Any, what: str, writes: WatchedWrites) -> None:
     """Take the values of another tensor that an initialisation put in the place of this one."""
     if not isinstance(found, Tensor) or found.is_meta or found.shape != tensor.shape or found.dtype != tensor.dtype:
         by = described(found) if isinstance(found, Tensor) else repr(found)
@@ -235,7 +235,7 @@ def _take_over(tensor: Tensor, found: Any, what: str, writes: Writes) -> None:
         writes.unwritten.discard(compat.storage_id(tensor))
 
 
-def _check(tensor: Tensor, original: Tensor, device: torch.device, name: str, writes: Writes) -> None:
+def _check(tensor: Tensor, original: Tensor, device: torch.device, name: str, writes: WatchedWrites) -> None:
     if (tensor.shape, tensor.dtype, tensor.device) != (original.shape, original.dtype, device):
         raise MetaDeviceError(
             f"{name} was {described(original)} and {described(tensor)} after its initialisation; keep its shape, dtype "
