@@ -162,7 +162,7 @@ def _gathered(
     versions: dict[Tensor, int],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """Gather a bucket's tensors, all under way at once, and send them to ``group``."""
+    """Gather a bucket's tensors, all under way at once where that is safe, and send them to ``group``."""
     with in_step(engine, "export()", [names[0] for _, names in bucket]):
         for tensor, names in bucket:
             if tensor._version != versions[tensor]:
@@ -184,7 +184,7 @@ def _gathered(
 
 
 def _start(tensor: Tensor, dtype: torch.dtype | None) -> Any:
-    """Start to gather a tensor, cast to ``dtype`` if it is floating-point."""
+    """Gather a tensor, or start to, cast to ``dtype`` if it is floating-point."""
     value: Any = tensor.data  # a parameter's: a plain tensor or DTensor
     if dtype is not None and value.is_floating_point():
         value = value.to(dtype)
@@ -192,7 +192,9 @@ def _start(tensor: Tensor, dtype: torch.dtype | None) -> Any:
         mesh = value.device_mesh
         if value.device.type != mesh.device_type:  # offloaded
             value = value.to(mesh.device_type)
-        value = value.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True)
+        # gloo's functional all-gathers corrupt the heap, once in thousands, where two of its threads run some at once.
+        at_once = mesh.device_type != "cpu"
+        value = value.redistribute(placements=[Replicate()] * mesh.ndim, async_op=at_once)
     return value
 
 
