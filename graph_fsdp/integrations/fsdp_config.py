@@ -151,10 +151,10 @@ def _strategy(plugin: FullyShardedDataParallelPlugin) -> tuple[bool | None, tupl
 
 
 def _offload_policy(plugin: FullyShardedDataParallelPlugin) -> OffloadPolicy:
-    policy: Any = plugin.cpu_offload
+    policy: CPUOffload | OffloadPolicy = plugin.cpu_offload
     if isinstance(policy, CPUOffload):
         return CPUOffloadPolicy() if policy.offload_params else OffloadPolicy()
-    return policy  # type: ignore[no-any-return]
+    return policy
 
 
 @contextlib.contextmanager
