@@ -92,11 +92,12 @@ def table(result: Result) -> Table:
     rows = []
     for name, found in cases.items():
         states = Counter(row["state"] for row in found)
-        says = [row["says"] for row in found if row["says"]]
+        says = list(dict.fromkeys(row["says"] for row in found if row["says"]))
         differences = [row["figures"]["difference"] for row in found if "difference" in row["figures"]]
         shown = [f"difference at most {max(differences):.1g}"] if differences else []
         rows.append([f"`{name}`", *(str(states[state] or "") for state in (PASSED, FAILED, CANNOT_RUN))])
-        rows[-1].append("; ".join([*shown, *dict.fromkeys(says)]))
+        more = [f"{len(says) - 1} more"] if len(says) > 1 else []
+        rows[-1].append("; ".join([*shown, *says[:1], *more]))
     return Table(("check", "cases passed", "failed", "could not run", ""), rows)
 
 
