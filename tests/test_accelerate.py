@@ -258,6 +258,7 @@ def test_batch_norm_is_float32_where_fsdp1_wraps_modules() -> None:
 def state_dicts_of_a_rank(folder: str, given: list[tuple[bool, bool]]) -> dict[str, Any]:
     """On a rank: which parameters ``get_state_dict`` has there, and weights before and after a checkpoint."""
     os.environ["ACCELERATE_USE_CPU"] = "true"  # not by the launch: the rank would be a new process
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
     found: dict[str, Any] = {}
     for on_cpu, first_only in given:
         config = FullStateDictConfig(on_cpu, first_only)
@@ -277,13 +278,13 @@ def state_dicts_of_a_rank(folder: str, given: list[tuple[bool, bool]]) -> dict[s
             accelerator.backward(model(torch.ones(2, 4)).sum())
             optimizer.step()
             optimizer.zero_grad()
-        state = accelerator.get_state_dict(model)
+        state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
         found[on_cpu, first_only] = {name: type(value) is torch.Tensor for name, value in state.items()}
         assert all(value.shape == Model().state_dict()[name].shape for name, value in state.items())
         accelerator.save_state(f"{folder}/{on_cpu}{first_only}")
         accelerator.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
-        changed = accelerator.get_state_dict(model)
+        changed = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
         accelerator.load_state(f"{folder}/{on_cpu}{first_only}")
         loaded = accelerator.get_state_dict(model)
         assert all(torch.equal(loaded[name], value) for name, value in state.items())
@@ -303,6 +304,11 @@ def test_state_dict_configs_say_where_whole_tensors_are(tmp_path: Path, given: l
     for on_cpu, first_only in given:
         assert first[on_cpu, first_only] == everything
         assert second[on_cpu, first_only] == ({} if first_only else everything)
+
+
+def test_one_process_that_a_launcher_started(tmp_path: Path) -> None:
+    (found,) = run_ranks(state_dicts_of_a_rank, 1, str(tmp_path), [(True, True)])
+    assert found == {(True, True): dict.fromkeys(Model().state_dict(), True)}
 
 
 def test_a_state_dict_type_that_is_set_later_has_configs_of_its_kind() -> None:

@@ -177,7 +177,7 @@ def adopt(
     configuration = copy.copy(plugin)
     if accelerator.mixed_precision != "no":
         configuration.set_mixed_precision(accelerator.mixed_precision)
-    if accelerator.num_processes > 1 or state.distributed_type == DistributedType.FSDP:
+    if state.distributed_type != DistributedType.NO:
         # Each new AcceleratorState starts from the PartialState.
         state.distributed_type = accelerate.PartialState().distributed_type = DistributedType.FSDP
         state.fsdp_plugin = as_fsdp2(configuration)
