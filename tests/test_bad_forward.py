@@ -41,6 +41,8 @@ class Faulty(MLP):
             x = 2 * x
         if self.fault == "branch on an item" and x.sum().item() > 0:
             x = 2 * x
+        if self.fault == "item as an index":
+            x = x * [1.0, 2.0][int(torch.rand(1).item())]
         if self.fault == "touch":
             x = x / self.norm()
         return super().forward(x)
@@ -76,6 +78,7 @@ BREAKS = {
     "break": ("            torch._dynamo.graph_break()", "torch._dynamo.graph_break()"),
     "branch on data": ('if self.fault == "branch on data"', "Data-dependent"),
     "branch on an item": ('if self.fault == "branch on an item"', "data-dependent expression"),
+    "item as an index": ("x = x * [1.0, 2.0]", "data-dependent expression"),
     "touch": ("x = x / self.norm()", "torch.compiler.disable"),
 }
 

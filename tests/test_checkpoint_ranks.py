@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -238,6 +239,48 @@ def keys_that_are_missing_are_named_on_all_ranks() -> None:
     after = parameters_of(model)
     assert torch.equal(after["head.weight"], before["head.weight"])
     assert torch.equal(after["blocks.0.up.weight"], state["blocks.0.up.weight"])
+
+
+@FACTS
+def shards_that_another_rank_saved_are_refused() -> None:
+    model = graph_fsdp.compile(built(MLP), backend="eager")
+    optimizer = torch.optim.Adam(model.parameters())
+    loss_of(model, CASES["mlp"].batch(4, 0)).backward()
+    optimizer.step()
+    file = shared_folder() / "first.pt"
+    if dist.get_rank() == 0:
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+    dist.barrier()
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    states, optimizer_states = torch.load(file, weights_only=False)
+    optimizer.load_state_dict(optimizer_states)
+    if dist.get_rank():
+        states = {name: value * 2 for name, value in states.items()}
+    for prefix, module in (("", model), ("0.", nn.ModuleList([model]))):
+        with refused(f"state_dict['{prefix}blocks.0.up.weight'] has the rows of rank 0"):
+            module.load_state_dict(under(prefix, states))
+    with refused("the optimizer's state 'exp_avg' has the rows of rank 0, which has saved it, and this is rank 1"):
+        optimizer.step()
+    assert dist.get_rank() == 0 or all(torch.equal(p.to_local(), before[name]) for name, p in model.named_parameters())
+
+
+def refused(words: str) -> contextlib.AbstractContextManager[Any]:
+    """On the rank that has not saved."""
+    return pytest.raises(CheckpointError, match=re.escape(words)) if dist.get_rank() else contextlib.nullcontext()
+
+
+def under(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+@FACTS
+def a_module_that_holds_the_model_loads_whole_tensors_too() -> None:
+    expected = state_of(built(MLP))
+    model = graph_fsdp.compile(built(MLP, seed=6), backend="eager")
+    given = under("0.", expected)
+    nn.ModuleList([model]).load_state_dict(given)
+    check_equal(model, expected)
+    assert not any(isinstance(value, DTensor) for value in given.values()), "the caller's dict is as it was"
 
 
 test_on_two_ranks = FACTS.on(2)

@@ -178,6 +178,15 @@ def test_zero_grad_drops_gradients_as_it_does_on_any_module(model: nn.Module) ->
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_zero_grad_between_a_forward_and_its_backward_drops_gradients(model: nn.Module) -> None:
+    loss_of(model).backward()
+    first = gradients(model)
+    loss = loss_of(model)
+    model.zero_grad()
+    loss.backward()
+    assert all(map(torch.equal, gradients(model), first))
+
+
 def test_zero_grad_of_the_users_own_is_called() -> None:
     class Own(MLP):
         called = 0

@@ -166,7 +166,7 @@ def what_to_raise(error: Exception, entry: Entry, call: Call, structure: Structu
     """Return what the caller of a model is to see for an ``error`` of Dynamo's."""
     if fullgraph and (raised := raised_by_forward(error, call)) is not None:
         return raised
-    if isinstance(error, compat.TorchRuntimeError) or (isinstance(error, compat.UserError) and not fullgraph):
+    if isinstance(error, compat.TorchRuntimeError) or (isinstance(error, compat.OF_USERS) and not fullgraph):
         return error
     told = graph_break(error, entry, call, structure)
     told.__cause__ = error

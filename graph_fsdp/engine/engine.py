@@ -210,7 +210,7 @@ class Engine:
                 return differentiable_once(outputs, self.python_reads.before_backward())
             except compat.BackendCompilerFailed as error:
                 raise error.inner_exception from error.inner_exception.__cause__
-            except (compat.Unsupported, compat.UserError, compat.TorchRuntimeError) as error:
+            except compat.NOT_TRACED as error:
                 raised = what_to_raise(error, entry, self._call, self.structure, self.fullgraph)
             except compat.FailOnRecompileLimitHit as error:
                 causes = [graph.cause for graph in traces_of(self.graphs, key)]

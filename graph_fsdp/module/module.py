@@ -112,14 +112,15 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load DTensors, as ``state_dict()`` gives them; or whole tensors, the same on all ranks, of which each takes
-        its own rows. Nothing is communicated."""
-        model = self._resharded()
+        its own rows. Nothing is communicated. Raises CheckpointError for DTensors of another rank."""
         with _no_inference_mode():
-            rows = own_rows(cast(nn.Module, self), self._graph_fsdp.storage, state_dict)
-            return model.load_state_dict(rows, *args, **kwargs)
+            return self._resharded().load_state_dict(state_dict, *args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._resharded()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        # torch's own, also of a module that holds this one, loads modules inside from the same copy of its argument.
+        model = self._resharded()
+        state_dict.update(own_rows(cast(nn.Module, self), self._graph_fsdp.storage, state_dict, prefix))
+        return model._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _resharded(self) -> Any:
         """Reshard what ``unshard()`` gathered, and return the methods of the model's own classes."""

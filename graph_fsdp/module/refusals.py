@@ -25,6 +25,7 @@ from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, CheckpointError, MetaDeviceError, UnsupportedError
 from graph_fsdp.optimizers.groups import parameters_of
 from graph_fsdp.parameters.inputs import tensors_of
+from graph_fsdp.parameters.own_rows import refuse_rows_of_another_rank
 
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -174,7 +175,9 @@ def _check_state(p: Tensor, state: Any) -> None:
     if not isinstance(p, DTensor) or not p.dim() or p.device_mesh.size() == 1:
         return
     for name, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == p.shape:
+        if isinstance(value, DTensor):
+            refuse_rows_of_another_rank(f"the optimizer's state {name!r}", value, p)
+        elif isinstance(value, Tensor) and value.shape == p.shape:
             raise CheckpointError(
                 f"the optimizer's state {name!r} of a parameter of shape {tuple(p.shape)} is a whole tensor, and the "
                 "parameter is sharded: optimizer.load_state_dict was given a state of whole tensors; load it with "
