@@ -5,7 +5,7 @@ The compiler allocates and frees buffers, so there are no slots. It is given fun
 | dialect | becomes |
 |---|---|
 | ``all_gather_start`` | a cast where dtypes differ, and an ``all_gather_into_tensor`` for each message |
-| ``all_gather_wait`` | a ``wait_tensor`` for each message |
+| ``all_gather_wait`` | a ``wait_tensor`` for each message; behind its gather on gloo (``gathers_at_once``) |
 | views of the buffer | views of the message that holds the parameter; of a shared message, a copy of its rows |
 | ``keep_shard`` | a ``cat`` of this rank's chunks |
 | ``free`` | nothing: the compiler frees a buffer after its last use |
@@ -48,6 +48,7 @@ from graph_fsdp.runtime.slots import GatheredBytes
 aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default
 _functional = torch.ops._c10d_functional
+_WAIT = _functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,10 @@ class Lowering:
     def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
         """Add a collective for each message, or one for all where the process group can launch several (NCCL)."""
         op, together = _functional.all_gather_into_tensor.default, _functional.all_gather_into_tensor_coalesced.default
-        if len(shards) == 1 or not compat.launches_groups(compat.resolve_group(group), shards[0].meta["val"].device):
+        runs, device = compat.resolve_group(group), shards[0].meta["val"].device
+        if not compat.gathers_at_once([runs], device):
+            return [self.call(_WAIT, self.call(op, shard, world_size, group, name=name)) for shard in shards]
+        if len(shards) == 1 or not compat.launches_groups(runs, device):
             return [self.call(op, shard, world_size, group, name=name) for shard in shards]
         found = self.call(together, shards, world_size, group, name=name)
         return [self.call(operator.getitem, found, i) for i in range(len(shards))]
@@ -148,7 +152,7 @@ class Lowering:
         return self.call(_functional.all_reduce.default, value, op, group, name=name)
 
     def wait(self, value: fx.Node, name: str) -> fx.Node:
-        return self.call(_functional.wait_tensor.default, value, name=name)
+        return value if value.target is _WAIT else self.call(_WAIT, value, name=name)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         buffer = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import graph_fsdp
+from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
 
@@ -238,6 +239,41 @@ def a_model_made_in_inference_mode_trains() -> None:
         torch.testing.assert_close(model(rows(6, 8)), plain(rows(6, 8)))
     model(rows(6, 8)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@torch._dynamo.disable
+def in_python(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x @ layer.weight.t() + layer.bias
+
+
+@FACTS
+def a_forward_under_no_grad_records_its_blocks_of_enable_grad() -> None:
+    def last(m: Two, x: Tensor) -> Tensor:
+        h = m.first(x)
+        with torch.enable_grad():
+            return m.second(h)
+
+    def both(m: Two, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return m.second(m.first(x))
+
+    def read_by_python(m: Two, x: Tensor) -> Tensor:
+        h = in_python(m.first, x)  # which has the same unit
+        with torch.enable_grad():
+            return in_python(m.second, h)
+
+    for forward, fullgraph, policy in ((last, True, {nn.Linear}), (both, False, None), (read_by_python, False, None)):
+        torch.manual_seed(0)
+        model, plain = pair(Two(forward), fullgraph=fullgraph, auto_wrap_policy=policy)
+        for mode in (torch.no_grad, torch.enable_grad, torch.no_grad, torch.inference_mode):
+            for m in (model, plain):
+                with mode():
+                    y = m(rows(6, 8))
+                assert y.requires_grad is not (mode is torch.inference_mode)
+                if y.requires_grad:
+                    y.square().mean().backward()
+            check_gradients(model, plain)
+        assert engine_of(model).counter.current == 0
 
 
 test_on_two_ranks = FACTS.on(2)

@@ -51,6 +51,7 @@ def test_calls_are_in_the_order_that_a_graph_has_been_given() -> None:
     calls = [graph.call_function(aten, (x,)) for aten in (torch.relu, torch.neg) * 4]
     graph.output(x)
     wrapped = Graph(fx.GraphModule({}, graph), "forward")
+    assert repr(wrapped) == "<Graph forward: 10 nodes>"
     for order in (calls[::-1], calls[1::2] + calls[::2], calls[5:] + calls[:5]):
         wrapped.reorder([x, *order, wrapped.output])
         assert wrapped.calls_of({torch.relu, torch.neg}) == order

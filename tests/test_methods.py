@@ -91,9 +91,13 @@ backward: >blocks.2 xroot -root .blocks.2 >blocks.0 xblocks.2 -blocks.2 -blocks.
     )
     model(torch.randn(4, 16))
     assert len(graph_fsdp.inspect(model).graphs) == 2, "backward has resharded: other graphs"
-    model.blocks[1].unshard(async_op=True)
+    handle = model.blocks[1].unshard(async_op=True)
+    assert repr(handle) == "<Handle of unit 'blocks.1': being gathered>"
+    handle.wait()
+    assert repr(handle) == "<Handle of unit 'blocks.1': whole>"
     step(model)
     assert len(graph_fsdp.inspect(model).graphs) == 2, "both kinds are there"
+    assert repr(handle) == "<Handle of unit 'blocks.1': sharded>"
 
 
 def test_inference_on_whole_parameters() -> None:

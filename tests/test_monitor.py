@@ -211,6 +211,7 @@ def test_a_monitor_keeps_no_model_and_leaves_nothing_when_it_is_closed() -> None
     watch = graph_fsdp.monitor(model, every=1, line=False)
     step(model, optimizer)
     assert len(hooks) == before + 1 and not watch.is_closed
+    assert repr(watch) == f"<Monitor of {type(model).__name__}: step 1>"
     gone = weakref.ref(model)
     del model, optimizer
     torch._dynamo.reset()
@@ -219,6 +220,7 @@ def test_a_monitor_keeps_no_model_and_leaves_nothing_when_it_is_closed() -> None
     watch.close()
     watch.close()
     assert len(hooks) == before and watch.is_closed
+    assert repr(watch) == "<Monitor of a model that is gone: step 1, closed>"
 
 
 def test_a_monitor_that_is_dropped_with_its_model_leaves_nothing() -> None:

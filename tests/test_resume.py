@@ -271,6 +271,7 @@ def test_a_save_in_the_background_has_the_values_of_its_call(trained: Training, 
             value.fill_(7)
     trained.optimizer.param_groups[0]["lr"] = 7.0
     assert pending.result(60) == tmp_path / "step_3" and pending.done()
+    assert repr(pending) == f"<PendingSave to {tmp_path / 'step_3'}: done>"
     resumed = Training(compiled(), seed=1)
     resumed.load(tmp_path / "step_3")
     assert not different(resumed.values(), expected) and resumed.optimizer.param_groups[0]["lr"] < 1
@@ -327,6 +328,7 @@ def test_an_error_in_the_background_is_raised_once(trained: Training, tmp_path: 
         pending = trained.save(tmp_path / "step_1", asynchronous=True)
         with pytest.raises(CheckpointError):
             pending.result()
+        assert repr(pending).startswith(f"<PendingSave to {tmp_path / 'step_1'}: failed, ")
         trained.save(tmp_path / "step_2", asynchronous=True)
         while names(tmp_path) != []:
             pass

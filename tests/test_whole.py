@@ -272,6 +272,44 @@ return ...""",
     )
 
 
+def test_gathers_on_gloo_are_waited_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next one starts, also one of the same bucket."""
+    model = compiled(MLP(), passes=default_pipeline(hardware=CHEAP_MESSAGES), reshard_after_forward=True)
+    model(torch.ones(4, 16)).sum().backward()
+    graph = graph_fsdp.inspect(model).forward.graph
+    assert graph is not None
+    monkeypatch.setattr(compat.distributed, "uses_gloo", lambda *_: True)
+    assert_expected_inline(
+        graph_text(Lowering(graph).run().graph),
+        """\
+gather_blocks_0 = all_gather_into_tensor(shards_gather_blocks_0, group_size=8)
+wait_tensor_default = wait_tensor(gather_blocks_0)
+gather_blocks_1 = all_gather_into_tensor(shards_gather_blocks_0, group_size=8)
+wait_tensor_default_1 = wait_tensor(gather_blocks_1)
+gather_blocks_2 = all_gather_into_tensor(shards_gather_blocks_0, group_size=8)
+wait_tensor_default_2 = wait_tensor(gather_blocks_2)
+gather_blocks_3 = all_gather_into_tensor(shards_gather_blocks_0, group_size=8)
+wait_tensor_default_3 = wait_tensor(gather_blocks_3)
+gather_blocks_4 = all_gather_into_tensor(shards_gather_blocks_1, group_size=8)
+wait_tensor_default_4 = wait_tensor(gather_blocks_4)
+gather_blocks_5 = all_gather_into_tensor(shards_gather_blocks_1, group_size=8)
+wait_tensor_default_5 = wait_tensor(gather_blocks_5)
+gather_blocks_6 = all_gather_into_tensor(shards_gather_blocks_1, group_size=8)
+wait_tensor_default_6 = wait_tensor(gather_blocks_6)
+gather_blocks_7 = all_gather_into_tensor(shards_gather_blocks_1, group_size=8)
+wait_tensor_default_7 = wait_tensor(gather_blocks_7)
+    addmm(wait_tensor_default_1, wait_tensor_default), ..., addmm(wait_tensor_default_3, wait_tensor_default_2),
+        ...
+gather_root = all_gather_into_tensor(shards_gather_root, group_size=8)
+wait_tensor_default_8 = wait_tensor(gather_root)
+gather_root_1 = all_gather_into_tensor(shards_gather_root, group_size=8)
+wait_tensor_default_9 = wait_tensor(gather_root_1)
+    addmm(wait_tensor_default_5, wait_tensor_default_4), ..., addmm(wait_tensor_default_7, wait_tensor_default_6),
+        ..., addmm(wait_tensor_default_9, wait_tensor_default_8)
+return ...""",
+    )
+
+
 def test_what_a_gather_sends_is_one_input_in_place_of_the_shards() -> None:
     model = compiled(MLP())
     model(torch.ones(4, 16)).sum().backward()

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch.distributed.device_mesh import init_device_mesh
 
+from graph_fsdp import compat
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
@@ -40,16 +41,20 @@ def messages_in(start: fx.Node) -> int:
     return len(messages_of(start)) if start.target is dialect.reduce_scatter_start else 1
 
 
-def events_of_graph(graph: Graph) -> list[Event]:
-    """The verified order. A gather or reduction of several messages is as many collectives."""
+def events_of_graph(graph: Graph, at_once: bool = True) -> list[Event]:
+    """The verified order. A gather or reduction of several messages is as many collectives. Unless gathers are under
+    way at once, each is waited for behind its start."""
     events: list[Event] = []
     places: dict[fx.Node, list[int]] = {}
     for node in graph.nodes:
         if node.target in dialect.STARTS:
             first = sum(len(p) for p in places.values())
             places[node] = list(range(first, first + messages_in(node)))
-            events += [("start", place) for place in places[node]]
-        elif node.target in dialect.WAITS:
+            for place in places[node]:
+                events.append(("start", place))
+                if not at_once and node.target is dialect.all_gather_start:
+                    events.append(("wait", place))
+        elif node.target in dialect.WAITS and (at_once or node.target is not dialect.all_gather_wait):
             events += [("wait", place) for place in places[node.args[0]]]
     return events
 
@@ -127,8 +132,10 @@ ORDERS: dict[str, tuple[Case, tuple[int, ...] | None, dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("at_once", [True, False], ids=["", "on gloo"])
 @pytest.mark.parametrize("name", mostly_long(ORDERS, ["messages of their own"]))
-def test_inductor_keeps_the_verified_order(name: str) -> None:
+def test_inductor_keeps_the_verified_order(name: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "gathers_at_once", lambda *_: at_once)
     case, shape, options = ORDERS[name]
     mesh = init_device_mesh("cpu", shape) if shape else None
     model = compiled(case.model(), mesh, backend="inductor", **options)
@@ -141,7 +148,7 @@ def test_inductor_keeps_the_verified_order(name: str) -> None:
     for program in programs.values():
         assert isinstance(program, WholeProgram)
         ran = communication(events_of_code(program.function.source_code))
-        assert ran == events_of_graph(program.graph) == communication(events_of_code(program.source))
+        assert ran == events_of_graph(program.graph, at_once) == communication(events_of_code(program.source))
         assert len(ran) >= 6
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from graph_fsdp import compat
 from graph_fsdp.checkpoint.together import check_rank, groups_of, in_step, meet
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
@@ -192,8 +193,7 @@ def _start(tensor: Tensor, dtype: torch.dtype | None) -> Any:
         mesh = value.device_mesh
         if value.device.type != mesh.device_type:  # offloaded
             value = value.to(mesh.device_type)
-        # gloo's functional all-gathers corrupt the heap, once in thousands, where two of its threads run some at once.
-        at_once = mesh.device_type != "cpu"
+        at_once = compat.gathers_at_once(mesh.get_all_groups(), value.device)
         value = value.redistribute(placements=[Replicate()] * mesh.ndim, async_op=at_once)
     return value
 

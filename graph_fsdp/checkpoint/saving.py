@@ -35,6 +35,12 @@ class PendingSave:
         self.path, self._future = path, future
         self._told = False  # of its error
 
+    def __repr__(self) -> str:
+        if not self._future.done():
+            return f"<PendingSave to {self.path}: under way>"
+        error = self._future.exception()
+        return f"<PendingSave to {self.path}: {'done' if error is None else f'failed, {error}'}>"
+
     def done(self) -> bool:
         """Say whether the save has ended on this rank, in whatever way."""
         return self._future.done()

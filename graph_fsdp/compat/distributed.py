@@ -10,7 +10,7 @@ import inspect
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -74,6 +74,12 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Say whether a process group runs collectives of a device's tensors by gloo."""
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def gathers_at_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
+    """Say whether several functional all-gathers of a device's tensors may be under way. gloo's run in two threads,
+    which corrupt the heap, once in thousands (torch 2.13)."""
+    return not any(uses_gloo(group, device) for group in groups)
 
 
 def host_waits(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -135,15 +135,16 @@ def forget_programs(function: types.FunctionType) -> None:
         scope[name] = None
 
 
-def differentiable_once(outputs: Any, before: Callable[[Any], None] | None = None) -> Any:
+def differentiable_once(outputs: Any, recorded: bool, before: Callable[[Any], None] | None) -> Any:
     """Have the backward of ``outputs`` refuse ``create_graph=True``, as what it recorded could not be differentiated,
-    and gradients in a batch, as its programs run operators on memory. ``before``: called when their backward begins."""
-    if torch.is_grad_enabled():
-        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_of(outputs)):
-            if node is not None:
-                compat.hook_before(node, _refuse_kinds_of_backward)
-                if before is not None:
-                    compat.hook_before(node, before)
+    and gradients in a batch, as its programs run operators on memory. ``before``: called when their backward begins.
+    There is one if graphs ``recorded`` gradients, or there is a ``before``."""
+    found = tensors_of(outputs) if recorded or before is not None else ()
+    for node in dict.fromkeys(tensor.grad_fn for tensor in found):
+        if node is not None:
+            compat.hook_before(node, _refuse_kinds_of_backward)
+            if before is not None:
+                compat.hook_before(node, before)
     return outputs
 
 

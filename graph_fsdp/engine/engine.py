@@ -44,6 +44,7 @@ from graph_fsdp.engine.python_reads import PythonReads
 from graph_fsdp.engine.ranks import Made, OtherPlan, Schedules, nothing
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, traces_of, why_captured, why_run_again
 from graph_fsdp.engine.substitution import (
+    Inputs,
     TracedGraph,
     find_parameters,
     refuse_backward,
@@ -113,7 +114,7 @@ class Engine:
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         name = getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward")
         self.schedules = Schedules(weakref.proxy(self), ranks, name)
-        self._inputs: dict[str, Tensor] = {}
+        self._inputs = Inputs(dict)  # of the call that runs
         self._call: Call | None = None
         self._layout: Any = None  # see ``CaptureKey``
         self.cast = ""  # likewise
@@ -174,9 +175,7 @@ class Engine:
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units, with placeholders in the place of parameters."""
         if self.storage.active:
-            raise RuntimeError(
-                "the forward of a graph_fsdp model was called from within itself; call submodules instead"
-            )
+            raise RuntimeError("the forward of a graph_fsdp model was called from within itself; call its submodules")
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.schedules.failures_told(entry.name))
             self.structure.check()
@@ -189,7 +188,8 @@ class Engine:
             stack.callback(self.unsharded.after_forward)
             if self.settings.unsharded != self.unsharded.units:
                 self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
-            inputs = self.finalization.watched(self.unsharded.watched(self.storage.inputs_after_refresh()))
+            self.storage.refresh()
+            inputs = Inputs(lambda: self.finalization.watched(self.unsharded.watched(self.storage.inputs())))
             masks = self._full_masks(kwargs)
             key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast, masks)
             stack.enter_context(self.storage.placeholders_registered())
@@ -207,7 +207,7 @@ class Engine:
             try:
                 outputs = self._function_compiled(key)(module, *args, **kwargs)
                 outputs = self.storage.without_placeholders(outputs)
-                return differentiable_once(outputs, self.python_reads.before_backward())
+                return differentiable_once(outputs, inputs.recorded, self.python_reads.before_backward())
             except compat.BackendCompilerFailed as error:
                 raise error.inner_exception from error.inner_exception.__cause__
             except compat.NOT_TRACED as error:
@@ -216,7 +216,7 @@ class Engine:
                 causes = [graph.cause for graph in traces_of(self.graphs, key)]
                 raise GraphBreakError(traced_often(self.structure, causes, gives_up=True)) from error
             finally:
-                self._inputs, self._call = {}, None
+                self._inputs, self._call = Inputs(dict), None
             raise raised  # with the cause and the context that it has
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
@@ -260,7 +260,7 @@ class Engine:
             return self._compile_with(key, again, module, inputs, given)
 
         traced = weakref.proxy(traced)  # Dynamo keeps what it is given here
-        return lambda *args: traced.run(args, self._inputs, compile_again)
+        return lambda *args: traced.run(args, self._inputs.of(traced), compile_again)
 
     def _compile_with(
         self,

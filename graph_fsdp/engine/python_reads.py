@@ -142,6 +142,10 @@ class PythonReads:
         return tuple(p.shard._version for p in self._members[unit])
 
     def _gather(self, unit: str, read: str) -> None:
+        if self._engine.storage.active and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            if not self._grad:  # ``torch.enable_grad()`` in a call under ``torch.no_grad()``
+                self.release()
+            self._grad = True
         grad = self._grad or not self._engine.storage.active
         if not grad and unit:  # the root unit is read before and after others
             self.release(but="")
@@ -193,7 +197,7 @@ class PythonReads:
         with compat.without_torch_function():
             for name, version in self.versions.items():
                 compat.set_version(parameters[name].placeholder, version)
-            for name, p in parameters.items() if self._grad else ():
+            for name, p in parameters.items() if not torch.is_inference_mode_enabled() else ():
                 if p.placeholder.grad is not None:  # of a backward that raised
                     p.placeholder.grad = None
                 if p.placeholder.requires_grad and name not in self._leaves:

@@ -21,6 +21,7 @@ from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.passes import PassContext
+from graph_fsdp.passes.transforms.insert_gathers import records
 
 Runnable: TypeAlias = Callable[..., Any]
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any], dict[int, ShardedParameter]], Runnable]
@@ -102,6 +103,21 @@ def substitute_shards(
         inputs[index] = shard
 
 
+class Inputs:
+    """Gives the graphs of one call of a model its shards, by name: connected to their ``grad`` if the call or the graph
+    records gradients, as one with ``torch.enable_grad()`` in it does in a call under ``torch.no_grad()``."""
+
+    def __init__(self, connect: Callable[[], dict[str, Tensor]]) -> None:
+        self._connect, self.recorded = connect, torch.is_grad_enabled()
+        self._shards = connect()
+
+    def of(self, graph: TracedGraph) -> dict[str, Tensor]:
+        if graph.records and not self.recorded and not torch.is_inference_mode_enabled():
+            with torch.enable_grad():
+                self.recorded, self._shards = True, self._connect()
+        return self._shards
+
+
 class TracedGraph:
     """Holds a graph of Dynamo's, before the passes, and its programs by the names of their parameters."""
 
@@ -110,6 +126,7 @@ class TracedGraph:
         self._storage = storage
         self._names = {index: p.spec.name for index, p in parameters.items()}  # it was traced with these
         self._module = _copied(module)
+        self.records = records(module)
         self._values = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
         modes = (getattr(value, "fake_mode", None) for value in self._values)  # torch 2.9 gives the backend another one
         self._mode = next(filter(None, modes), None) or compat.current_fake_mode()

@@ -161,6 +161,11 @@ class Monitor:
         weakref.finalize(self, _remove, self._handles).atexit = False
         engine.watchers.append(self)
 
+    def __repr__(self) -> str:
+        model = self._model()
+        of = "a model that is gone" if model is None else type(model).__name__
+        return f"<Monitor of {of}: step {self._number}{', closed' * self.is_closed}>"
+
     @property
     def address(self) -> tuple[str, int] | None:
         """Return the host and the port on which it listens; None where it does not."""

@@ -103,7 +103,7 @@ class Shards(ABC):
         """Give the memory of shards back if the model was moved to another device (``model.to("cpu")``)."""
 
     @abstractmethod
-    def inputs_after_refresh(self) -> dict[str, Tensor]:
+    def inputs(self) -> dict[str, Tensor]:
         """Return parameter name → the padded shard that the graphs take, connected to the parameter's ``grad``."""
 
     @abstractmethod

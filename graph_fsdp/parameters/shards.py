@@ -290,8 +290,7 @@ class Storage(Shards):
         else:
             compat.set_local_tensor(p.shard, p.local)
 
-    def inputs_after_refresh(self) -> dict[str, Tensor]:
-        self.refresh()
+    def inputs(self) -> dict[str, Tensor]:
         shards = connected_shards(list(self.parameters.values()))
         return dict(zip(self.parameters, shards, strict=True))
 

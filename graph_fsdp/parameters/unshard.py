@@ -279,6 +279,11 @@ class Handle(UnshardHandle):
     def __init__(self, units: UnshardedUnits, unit: str) -> None:
         self._units, self._unit = units, unit
 
+    def __repr__(self) -> str:
+        found = "whole" if self._unit in self._units.units else "sharded"
+        state = "being gathered" if self._unit in self._units._gathering else found
+        return f"<Handle of unit {self._unit or 'root'!r}: {state}>"
+
     def wait(self) -> None:
         self._units.finish(self._unit)
 

@@ -117,8 +117,7 @@ class XlaStorage(Shards):
         p.register(found)
         self.by_placeholder[id(p.placeholder)] = p
 
-    def inputs_after_refresh(self) -> dict[str, Tensor]:
-        self.refresh()
+    def inputs(self) -> dict[str, Tensor]:
         needs_grad = torch.is_grad_enabled()
         return {name: p.shard if needs_grad else p.shard.detach() for name, p in self.parameters.items()}
 

@@ -132,6 +132,9 @@ class Graph:
         self.delayed: list[str] = []
         self.absent: Any = None
 
+    def __repr__(self) -> str:
+        return f"<Graph {self.phase}: {len(self.fx_graph.nodes)} nodes>"
+
     @property
     def fx_graph(self) -> fx.Graph:
         return self.module.graph

@@ -24,7 +24,8 @@ class InsertGathers(GraphPass):
     The gathers stand together before the graph's first operator, and later passes move them; that of a DTensor, which
     is made by views of what is gathered, stands before its first use. A parameter that is sharded on another dimension
     than the first is gathered with that dimension first, and copied back to the strides of the model. What is gathered
-    has a gradient also where its first use, in a block of ``torch.no_grad()``, has none.
+    has a gradient also where its first use, in a block of ``torch.no_grad()``, has none, and where such a block calls a
+    model that has one of ``torch.enable_grad()``.
     """
 
     name = "insert_gathers"
@@ -35,11 +36,12 @@ class InsertGathers(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> str | None:
         after_inputs = graph.placeholders[-1].next if graph.placeholders else graph.output
         positions, modes = graph.positions(), graph.calls_of([compat.set_grad_enabled])
+        switches = modes if records(graph.module) else []
         for node, (parameter, shard) in context.inputs.shards.items():
             full = node.meta["example_value"]
             is_dtensor = node in context.inputs.as_used and node.users
             first = min(node.users, key=positions.__getitem__) if is_dtensor else after_inputs
-            with graph.fx_graph.inserting_before(first), _recorded(modes, positions, first):
+            with graph.fx_graph.inserting_before(first), _recorded(switches, positions, first):
                 gather = value = _gather(graph, node, parameter, context)
                 if dim := parameter.shard_dim:
                     moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
@@ -54,12 +56,20 @@ class InsertGathers(GraphPass):
         return f"{len(context.inputs.shards)} parameters gathered"
 
 
+def records(module: fx.GraphModule) -> bool:
+    """Say whether autograd records anything of a graph that Dynamo has just traced: from its beginning, or from a
+    ``torch.enable_grad()`` on."""
+    parts = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    switches = [node for part in parts for node in part.find_nodes(op="call_function", target=compat.set_grad_enabled)]
+    return torch.is_grad_enabled() or any(switch.args == (True,) for switch in switches)
+
+
 @contextmanager
 def _recorded(modes: list[fx.Node], positions: dict[fx.Node, int], place: fx.Node) -> Iterator[None]:
-    """Insert nodes before ``place`` that autograd records if it does at the graph's beginning. ``modes``: the graph's
-    calls that switch autograd on or off, as ``with torch.no_grad()`` does; ``positions``: of its own nodes."""
+    """Insert nodes before ``place`` that autograd records. ``modes``: the graph's calls that switch autograd on or off,
+    as ``with torch.no_grad()`` does; none if nothing is recorded; ``positions``: of its own nodes."""
     before = [mode.args for mode in modes if positions[mode] < positions[place]]
-    switches = torch.is_grad_enabled() and before[-1:] == [(False,)]
+    switches = bool(modes) and (before or [(torch.is_grad_enabled(),)])[-1] == (False,)
     if switches:
         place.graph.call_function(compat.set_grad_enabled, (True,))
     yield
