@@ -51,6 +51,9 @@ train: $(VENV)/.train
 # (`PYTHONDONTWRITEBYTECODE`, as in many containers).
 test test-long test-xla: export PYTHONDONTWRITEBYTECODE :=
 
+# Its environment has no bytecode yet: what the first process compiles, the next three import. 10 CPU seconds for each.
+test-package: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
