@@ -1,6 +1,7 @@
 # make train       set up what training needs, and train the example GPT
 # make test        set up what the tests need, and run them, but for those that are long by nature
-# make test-long   run those; make test-all: both
+# make test-long   run those
+# make test-all    both in one session, as .ci/run does: files of ranks launch them once for both
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
@@ -13,7 +14,7 @@
 # PYTHON=python3.12   the interpreter that the environment is made with
 # TORCH=2.9.1         another torch than the pinned one, in an environment of its own
 # NPROC=2 DEVICE=cpu BACKEND=inductor STEPS=20 ARGS="--bf16"   for train
-# ARGS="-k verify" JOBS=2    for test and test-long: what to run, and how many files at a time
+# ARGS="-k verify" JOBS=2    for these: what to run, and how many files at a time
 # ARGS=--random-order-seed=7    for the same: in a random order
 
 PYTHON ?= python3
@@ -49,15 +50,21 @@ train: $(VENV)/.train
 
 # pytest keeps the assertions that it has written anew, for the next workers, where the environment has no bytecode kept
 # (`PYTHONDONTWRITEBYTECODE`, as in many containers).
-test test-long test-xla: export PYTHONDONTWRITEBYTECODE :=
+test test-long test-all test-xla: export PYTHONDONTWRITEBYTECODE :=
+
+# Its environment has no bytecode yet: what the first process compiles, the next three import. 10 CPU seconds for each.
+test-package: export PYTHONDONTWRITEBYTECODE :=
+
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
 
 test-long: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+	$(PYTEST) -m long $(ARGS)
 
-test-all: test test-long
+test-all: $(VENV)/.installed
+	$(PYTEST) $(ARGS)
 
 test-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/xla $(ARGS)

@@ -63,7 +63,7 @@ def wait_until_dead(folder: Path) -> None:
 def reduced(tensor: torch.Tensor, scale: int) -> dict[str, object]:
     total = tensor * (dist.get_rank() + 1)
     dist.all_reduce(total)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")
     return {
         "rank": dist.get_rank(),
         "sum": total * scale,
@@ -141,7 +141,7 @@ def rank_finishes_before_others() -> float:
 
 
 def test_results_come_back_in_the_order_of_ranks(scratch: Path) -> None:
-    results = run_ranks(reduced, 3, torch.tensor([1.0, 2.0]), 10, env={"EXTRA": "x"})
+    results = run_ranks(reduced, 3, torch.tensor([1.0, 2.0]), 10, env={"TORCHELASTIC_RUN_ID": "x"})
     assert [result["rank"] for result in results] == [0, 1, 2]
     for rank, result in enumerate(results):
         assert torch.equal(result["sum"], torch.tensor([60.0, 120.0]))
@@ -151,7 +151,7 @@ def test_results_come_back_in_the_order_of_ranks(scratch: Path) -> None:
             "WORLD_SIZE": "3",
             "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
-            "EXTRA": "x",
+            "TORCHELASTIC_RUN_ID": "x",
         }
     assert list(scratch.iterdir()) == []
 
@@ -303,12 +303,13 @@ def test_a_rank_knows_no_more_than_a_fresh_process() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
-def test_without_forks_ranks_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
+def test_without_forks_a_rank_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
     starts_a_thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     (scratch / "sitecustomize.py").write_text(starts_a_thread)  # as imports of some builds of torch do
     monkeypatch.setenv("PYTHONPATH", f"{scratch}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(launch, "preloaded_of", functools.cache(launch.preloaded_of.__wrapped__))
-    assert all("launch.py" in line for line in run_ranks(command, 2))
+    [line] = run_ranks(command, 1)
+    assert "launch.py" in line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")

@@ -65,19 +65,28 @@ def test_a_checkpoint_of_accelerates_fsdp2_is_resumed(folder: Path, ranks: dict[
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_two_steps_are_those_of_accelerates_fsdp2_after_an_evaluation_too(tmp_path: Path) -> None:
-    runs = {"ours": ["--steps", "2"], "own": ["--steps", "2", "--own"], "evaluated": ["--steps", "2", "--evaluate"]}
-    found = run_ranks(trained, 2, str(tmp_path), runs, backend=None)[0]
-    ours, own = found["ours"], found["own"]
-    assert ours["compiled"] and not own["compiled"] and len(ours["losses"]) == 2
-    assert ours["losses"] == pytest.approx(own["losses"], rel=1e-6)
-    assert ours["norms"] == pytest.approx(own["norms"], rel=1e-6)
-    evaluated = found["evaluated"]
+def two_steps_and_generation(folder: str, runs: dict[str, list[str]]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """On a rank: both, in one launch, as imports take longer than either."""
+    return trained(folder, runs), generated(folder)
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+    runs = {"own": ["--steps", "2", "--own"], "ours": ["--steps", "2", "--evaluate"]}
+    folder = tmp_path_factory.mktemp("two_steps")
+    return run_ranks(two_steps_and_generation, 2, str(folder), runs, backend=None)
+
+
+def test_two_steps_after_an_evaluation_are_those_of_accelerates_fsdp2(two_steps: Any) -> None:
+    """Without an evaluation before, six are: see above."""
+    ours, own = two_steps[0][0]["ours"], two_steps[0][0]["own"]
     rows = torch.stack([row["input_ids"] for row in trainer_script.make_dataset()])
     with torch.no_grad():
         loss = make_model()(rows, labels=rows).loss
-    assert evaluated["evaluation"] == pytest.approx(loss.item(), rel=1e-5) and evaluated["compiled"]
-    assert evaluated["losses"] == pytest.approx(own["losses"], rel=1e-6), "the optimizer steps the shards"
+    assert ours["evaluation"] == pytest.approx(loss.item(), rel=1e-5)
+    assert ours["compiled"] and not own["compiled"] and len(ours["losses"]) == 2
+    assert ours["losses"] == pytest.approx(own["losses"], rel=1e-6), "the optimizer steps the shards"
+    assert ours["norms"] == pytest.approx(own["norms"], rel=1e-6)
 
 
 def seq2seq() -> transformers.T5ForConditionalGeneration:
@@ -95,7 +104,8 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
 
 def generated(folder: str) -> list[torch.Tensor]:
     """On a rank: what is predicted before a training, as a plain model generates it, and after."""
-    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    AcceleratorState._reset_state(reset_partial_state=True)
     rows = trainer_script.make_dataset()[:8]
     settings = transformers.Seq2SeqTrainingArguments(
         output_dir=folder,
@@ -121,8 +131,8 @@ def generated(folder: str) -> list[torch.Tensor]:
     return [torch.from_numpy(before), torch.from_numpy(after)]
 
 
-def test_an_encoder_and_a_decoder_generate_before_and_after_a_training(tmp_path: Path) -> None:
-    (before, after), other = run_ranks(generated, 2, str(tmp_path), backend=None)
+def test_an_encoder_and_a_decoder_generate_before_and_after_a_training(two_steps: Any) -> None:
+    (before, after), other = (tensors for _, tensors in two_steps)
     rows = torch.stack([row["input_ids"] for row in trainer_script.make_dataset()[:8]])
     expected = seq2seq().generate(rows, max_length=3, do_sample=False)
     assert torch.equal(before[:, : expected.shape[1]], expected) and not before[:, expected.shape[1] :].any()

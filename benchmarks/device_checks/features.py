@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import importlib.util
 import tempfile
@@ -38,7 +39,8 @@ STEPS = 3
 def distributed_optimizers(device: torch.device, case: str) -> Figures:
     """AdamW over slices of the shard storage: losses and parameters are those without ``distribute_optimizer``."""
     with one_of(device, RANKS):
-        theirs, found = (stepped(device, options) for options in (None, OPTIMIZERS[case]))
+        found = stepped(device, case)
+        theirs = stepped_alone(device)
     # State on the CPU is stepped there, which rounds otherwise. AdamW makes as much of a gradient that is rounding as
     # of any other.
     limit = 1e-3 if case == "state on the CPU" and device.type not in REHEARSED else 0.0
@@ -49,18 +51,25 @@ def distributed_optimizers(device: torch.device, case: str) -> Figures:
     return {"difference": worst, "limit": limit}
 
 
-def stepped(device: torch.device, options: dict[str, Any] | None) -> list[Tensor]:
+@functools.cache
+def stepped_alone(device: torch.device) -> list[Tensor]:
+    """In one process with all cases, as in a rehearsal, once for them all."""
+    return stepped(device, None)
+
+
+def stepped(device: torch.device, case: str | None) -> list[Tensor]:
+    """Losses and shards, on the CPU, of steps with the optimizer of a case, or with AdamW alone."""
     workload = llama_of(device)
     model = ours(backend="eager", **schedule_of(device))(
         workload.make(torch.device("cpu")).to(device),
         Setup(workload.blocks, init_device_mesh(device.type, (RANKS,))),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if options is not None:
-        optimizer = graph_fsdp.distribute_optimizer(optimizer, **options)
+    if case is not None:
+        optimizer = graph_fsdp.distribute_optimizer(optimizer, **OPTIMIZERS[case])
     losses = [trained_once(model, optimizer, workload, device, step) for step in range(STEPS)]
     shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
-    return [*losses, *(shard.detach().clone() for shard in shards)]
+    return [value.detach().cpu().clone() for value in (*losses, *shards)]
 
 
 def trained_once(model: Any, optimizer: Any, workload: Workload, device: torch.device, step: int) -> Tensor:
@@ -190,7 +199,8 @@ def adapters_trained(device: torch.device, steps: int, shard: Callable[[nn.Modul
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
-    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256}
+    sizes["num_hidden_layers"] = 1 if device.type in REHEARSED else 2
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
     base = LlamaForCausalLM(config).to(torch.bfloat16)
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -50,14 +50,14 @@ def one_bucket_per_unit() -> Any:
 def gpt_with_adamw() -> None:
     import graph_fsdp
 
-    model = compare(GPT(), steps=8)
+    model = compare(GPT(depth=1), steps=8)
     report = graph_fsdp.inspect(model)
     assert report.compiled_regions == report.regions == 2, "forward and backward, each compiled once"
 
 
 @FACTS
-def gpt_with_sgd() -> None:
-    compare(GPT(depth=1), optimizer=sgd, steps=8)
+def an_mlp_with_sgd() -> None:
+    compare(MLP(depth=1), vectors, optimizer=sgd, steps=8)
 
 
 @FACTS
@@ -136,7 +136,7 @@ def torchs_checkpoint() -> None:
 
 @FACTS
 def activation_checkpointing_by_unit() -> None:
-    compare(GPT(), activation_checkpointing="unit")
+    compare(GPT(depth=1), activation_checkpointing="unit")
 
 
 @FACTS
