@@ -1,7 +1,7 @@
 # make train       set up what training needs, and train the example GPT
 # make test        set up what the tests need, and run them, but for those that are long by nature
 # make test-long   run those
-# make test-all    both in one session, as .ci/run does: files of ranks launch them once for both
+# make test LONG=1    both in one session, as .ci/run does: files of ranks launch them once for both
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
@@ -42,7 +42,7 @@ bytecode = $(1)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/mode
 
 LIBRARIES := timm transformers diffusers accelerate peft trl datasets torchtitan triton
 
-.PHONY: train test test-long test-all test-xla test-package test-matrix compatibility gpu replay docs lint types clean
+.PHONY: train test test-long test-xla test-package test-matrix compatibility gpu replay docs lint types clean
 
 train: $(VENV)/.train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -50,7 +50,7 @@ train: $(VENV)/.train
 
 # pytest keeps the assertions that it has written anew, for the next workers, where the environment has no bytecode kept
 # (`PYTHONDONTWRITEBYTECODE`, as in many containers).
-test test-long test-all test-xla: export PYTHONDONTWRITEBYTECODE :=
+test test-long test-xla: export PYTHONDONTWRITEBYTECODE :=
 
 # Its environment has no bytecode yet: what the first process compiles, the next three import. 10 CPU seconds for each.
 test-package: export PYTHONDONTWRITEBYTECODE :=
@@ -58,13 +58,10 @@ test-package: export PYTHONDONTWRITEBYTECODE :=
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed
-	$(PYTEST) -m "not long" $(ARGS)
+	$(PYTEST) $(if $(LONG),,-m "not long") $(ARGS)
 
 test-long: $(VENV)/.installed
 	$(PYTEST) -m long $(ARGS)
-
-test-all: $(VENV)/.installed
-	$(PYTEST) $(ARGS)
 
 test-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/xla $(ARGS)

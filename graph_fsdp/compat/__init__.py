@@ -43,6 +43,7 @@ from graph_fsdp.compat.replaced import *
 from graph_fsdp.compat.tangents import taking_tangents as taking_tangents
 from graph_fsdp.compat.tensors import *
 from graph_fsdp.compat.traces.checkpoints import checkpointed_functions as checkpointed_functions
+from graph_fsdp.compat.traces.dynamo_errors import *
 from graph_fsdp.compat.traces.failed_guards import current_compilation as current_compilation
 from graph_fsdp.compat.traces.failed_guards import failed_guards as failed_guards
 from graph_fsdp.compat.traces.forwards import detect_is_causal_mask as detect_is_causal_mask

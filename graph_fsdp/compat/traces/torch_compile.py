@@ -21,11 +21,6 @@ from torch._dynamo import guards
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
-from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
-from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError
-from torch._dynamo.exc import Unsupported as Unsupported
-from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
@@ -40,15 +35,9 @@ from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched
-
-# What Dynamo raises of code that it does not trace, and of these what it raises where it may break the graph, too. Some
-# uses of a number that only data decides raise the last.
-OF_USERS = (UserError, GuardOnDataDependentSymNode)
-NOT_TRACED = (Unsupported, TorchRuntimeError, *OF_USERS)
 
 
 @contextlib.contextmanager
