@@ -21,13 +21,17 @@ from graph_fsdp.integrations.transformers import Trainer
 CHECKPOINT = Path("run") / "checkpoint-3"
 
 
+def begin_anew() -> None:
+    torch._dynamo.reset()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def trained(folder: str, runs: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """On a rank: the script with each of these arguments, one after the other; what each writes about itself."""
     torch.set_num_threads(1)
     os.environ["ACCELERATE_USE_CPU"] = "true"  # not by the launch: the rank would be a new process
     for name, arguments in runs.items():
-        torch._dynamo.reset()
-        AcceleratorState._reset_state(reset_partial_state=True)
+        begin_anew()
         out = Path(folder) / name
         out.mkdir(exist_ok=True)
         sys.argv = ["trainer_script.py", "--out", str(out), *arguments]
@@ -104,8 +108,7 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
 
 def generated(folder: str) -> list[torch.Tensor]:
     """On a rank: what is predicted before a training, as a plain model generates it, and after."""
-    torch._dynamo.reset()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    begin_anew()
     rows = trainer_script.make_dataset()[:8]
     settings = transformers.Seq2SeqTrainingArguments(
         output_dir=folder,
