@@ -136,6 +136,7 @@ class Slots:
         self._uses = list(plan.uses)  # still to come, or under way
         self._slot_of: dict[int, int] = {}  # by the id of the buffer
         self._gathered = 0  # bytes, but for what escapes the run
+        self._landing = 0
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
         """Return a buffer of the run, to be given back with ``give``; the slot's last one, where that is alike."""
@@ -166,12 +167,16 @@ class Slots:
         return self.plan.lend(bucket, numel * dtype.itemsize).view(dtype)
 
     def take_landing(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
-        self.counter.landing.add(numel * dtype.itemsize)
+        self._land(numel * dtype.itemsize)
         return self.take(numel, dtype, device, slot)
 
     def give_landing(self, buffer: Tensor) -> None:
-        self.counter.landing.add(-buffer.nbytes)
+        self._land(-buffer.nbytes)
         self.give(buffer)
+
+    def _land(self, nbytes: int) -> None:
+        self._landing += nbytes
+        self.counter.landing.add(nbytes)
 
     def hold(self, buffer: Tensor, escapes: bool) -> None:
         """Count ``buffer`` as gathered, until ``free`` or, if it escapes the run, until nobody refers to it."""
@@ -192,7 +197,7 @@ class Slots:
         self.counter.add(-self._gathered)
         for slot in self._storage if not self.plan.memory else ():
             self.counter.slots.add(-self.plan.nbytes[slot])
-        self.counter.landing.current = 0
+        self._land(-self._landing)
         self._storage.clear()
         self._buffers.clear()
         self._slot_of.clear()

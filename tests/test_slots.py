@@ -296,6 +296,17 @@ def test_a_run_within_a_run_has_slots_of_its_own() -> None:
         assert again.memory[0] is outer.memory[0], "also after a run that raised"
 
 
+def test_a_run_within_a_run_that_ends_leaves_what_the_other_counts() -> None:
+    counter = GatheredBytes()
+    outer, inner = Slots(counter, SlotPlan()), Slots(counter, SlotPlan())
+    buffer = outer.take_landing(16, torch.float32, torch.device("cpu"))
+    inner.take_landing(8, torch.float32, torch.device("cpu"))
+    inner.close()
+    assert counter.landing.current == buffer.nbytes
+    outer.give_landing(buffer)
+    assert counter.landing.current == 0
+
+
 def test_a_run_that_raises_leaves_no_slot_behind(fake_group: None) -> None:
     model = graph_fsdp.compile(Vocabulary(), backend="eager", reshard_after_forward=True)
     with pytest.raises(IndexError, match="out of range"):
