@@ -42,8 +42,8 @@ class CommunicationMethods:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether the gradients of later forwards are reduced. If not, each rank adds up its own, whole, in
-        ``reduce_dtype``: as many bytes as the trainable parameters have in it (``inspect(model).kept_nbytes``). The
-        next backward that reduces includes them, and ``.grad`` stays as it is until then."""
+        ``reduce_dtype`` (``inspect(model).kept_nbytes``), until a backward that reduces includes them; ``.grad`` stays
+        as it is. ``zero_grad()`` leaves them, as with FSDP2; ``reset_iter_state()`` gives them up."""
         check_bool(requires_gradient_sync=requires_gradient_sync, recurse=recurse)
         engine, units = place(self)[0], units_of(self, recurse)
         _check_cut(engine, "set_requires_gradient_sync")
