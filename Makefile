@@ -1,7 +1,6 @@
 # make train       set up what training needs, and train the example GPT
 # make test        set up what the tests need, and run them, but for those that are long by nature
-# make test-long   run those
-# make test LONG=1    both in one session, as .ci/run does: files of ranks launch them once for both
+# make test-long   run those; make test-all: both
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
@@ -14,7 +13,7 @@
 # PYTHON=python3.12   the interpreter that the environment is made with
 # TORCH=2.9.1         another torch than the pinned one, in an environment of its own
 # NPROC=2 DEVICE=cpu BACKEND=inductor STEPS=20 ARGS="--bf16"   for train
-# ARGS="-k verify" JOBS=2    for these: what to run, and how many files at a time
+# ARGS="-k verify" JOBS=2    for test and test-long: what to run, and how many files at a time
 # ARGS=--random-order-seed=7    for the same: in a random order
 
 PYTHON ?= python3
@@ -42,7 +41,7 @@ bytecode = $(1)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/mode
 
 LIBRARIES := timm transformers diffusers accelerate peft trl datasets torchtitan triton
 
-.PHONY: train test test-long test-xla test-package test-matrix compatibility gpu replay docs lint types clean
+.PHONY: train test test-long test-all test-xla test-package test-matrix compatibility gpu replay docs lint types clean
 
 train: $(VENV)/.train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -55,13 +54,13 @@ test test-long test-xla: export PYTHONDONTWRITEBYTECODE :=
 # Its environment has no bytecode yet: what the first process compiles, the next three import. 10 CPU seconds for each.
 test-package: export PYTHONDONTWRITEBYTECODE :=
 
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-
 test: $(VENV)/.installed
-	$(PYTEST) $(if $(LONG),,-m "not long") $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 test-long: $(VENV)/.installed
-	$(PYTEST) -m long $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+
+test-all: test test-long
 
 test-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/xla $(ARGS)

@@ -1,4 +1,4 @@
-"""Parameters of tests of which ``make test`` runs some, and ``make test LONG=1`` all."""
+"""Parameters of tests of which ``make test`` runs some, and ``make test-all`` all."""
 
 from __future__ import annotations
 
