@@ -306,6 +306,8 @@ def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
     shape = tensor.shape
     if 0 in shape:
         return torch.empty_like(tensor)
+    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():  # which DLPack of torch 2.9 has not
+        return with_storage_of_its_own(tensor.view(torch.uint8)).view(tensor.dtype)
     if 1 not in shape:
         return _from_dlpack(dlpack.to_dlpack(tensor))
     return _from_dlpack(dlpack.to_dlpack(tensor.view(-1))).view(shape)  # it changes strides of dimensions of 1
