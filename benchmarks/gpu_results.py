@@ -32,6 +32,7 @@ MEASURED = (
     "memory_beside_the_plan",
     "memory_of_other_options_beside_the_plan",
     "steps_of_2048_tokens",
+    "steps_of_2048_tokens_on_a_full_device",
     "steps_with_a_link_of_normal_priority",
     "steps_of_32_layers",
 )
@@ -109,6 +110,7 @@ def speed_table(result: Result) -> Table:
         "steps_of_a_simulated_cluster": "8 layers",
         "steps_with_a_link_of_normal_priority": "the same without priority of the link",
         "steps_of_2048_tokens": "8 layers, 2,048 tokens",
+        "steps_of_2048_tokens_on_a_full_device": "8 layers, 2,048 tokens, planned for a device that is full",
         "steps_of_32_layers": "32 layers",
     }
     steps = [(shapes[check], *row) for check in shapes for row in figures.get(check, {}).items()]

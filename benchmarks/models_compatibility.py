@@ -7,9 +7,9 @@
 
 Each model has random values and a size that trains in a second. It takes two steps of SGD in plain PyTorch and under
 ``torch.compile`` (backend "eager"), FSDP2 and graph_fsdp (backend "eager"), on one process; a sample on two with other
-batches. Losses and gradients must be plain PyTorch's, on the same device; cuDNN computes in float32, not in TF32, whose
-eleven bits turn a difference in rounding into one of 1e-3. A result is "fullgraph", "fullgraph=False" (in pieces),
-"trains" of FSDP2, which has no graphs, or the reason why it does not train. Rows that are run again are replaced.
+batches. Losses and gradients must be plain PyTorch's, on the same device. A result is "fullgraph", "fullgraph=False"
+(in pieces), "trains" of FSDP2, which has no graphs, or the reason why it does not train. Rows that are run again are
+replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from harness import PROCESS_GROUPS, RESULTS
 from tables import Table
 from third_party import library_programs
@@ -194,7 +193,6 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("ignore")
     if options.sample:
         return run_sample()

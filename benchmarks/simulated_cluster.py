@@ -100,10 +100,13 @@ IMPLEMENTATIONS: dict[str, Callable[[nn.Module, DeviceMesh, Hardware, str], nn.M
 }
 
 
-def hardware_of(cluster: Cluster, device: torch.device) -> Hardware:
-    """The device, joined as the cluster is. Where the messages of a gather are launched as a group they share its
-    latency; on the CPU they are collectives of their own."""
-    return joined_as(hardware_module.detect_hardware(device), cluster, grouped=device.type != "cpu")
+def hardware_of(cluster: Cluster, device: torch.device, memory: float | None = None) -> Hardware:
+    """The device, joined as the cluster is, or one with ``memory`` gigabytes. Where the messages of a gather are
+    launched as a group they share its latency; on the CPU they are collectives of their own."""
+    hardware = hardware_module.detect_hardware(device)
+    if memory is not None:
+        hardware = dataclasses.replace(hardware, memory=int(memory * 1e9))
+    return joined_as(hardware, cluster, grouped=device.type != "cpu")
 
 
 def joined_as(hardware: Hardware, cluster: Cluster, grouped: bool) -> Hardware:
@@ -202,7 +205,7 @@ def run_cluster(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]
     vocabulary = SIZES[options.size]["vocab_size"]
     batches = [torch.randint(vocabulary, shape, generator=generator).to(device) for _ in range(BATCHES)]
     loss_of = torch.compile(cross_entropy, backend=options.backend)
-    hardware = hardware_of(cluster, device)
+    hardware = hardware_of(cluster, device, options.memory)
     with simulated_group(cluster.ranks, INSTANT) as group:
         mesh = init_device_mesh(device.type, (cluster.ranks,))
         trainers = {}
@@ -313,6 +316,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, help="8b on accelerators, small on the CPU unless told")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--length", type=int, help="tokens of the one sequence")
+    parser.add_argument("--memory", type=float, help="GB that ours takes the device to have; nothing fails for want")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2, help="steps before, in which everything is compiled")
     parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")

@@ -262,6 +262,13 @@ def steps_of_2048_tokens(device: torch.device) -> Figures:
     return cluster(device, layers=8, more=("--length", "2048"))
 
 
+@check("C", 200, needs=["cuda"], reason="benchmarks/virtual_cluster.py rehearses it")
+def steps_of_2048_tokens_on_a_full_device(device: torch.device) -> Figures:
+    """The same where the cost model takes the device to have less memory than a step takes: ours gathers no further
+    ahead than FSDP2 does."""
+    return cluster(device, layers=8, more=("--length", "2048", "--memory", "5"))
+
+
 @check("C", 200, needs=["cuda"], reason="the virtual device's streams have no priorities")
 def steps_with_a_link_of_normal_priority(device: torch.device) -> Figures:
     """The same over 8 ranks, where collectives have no priority over compute: those of NCCL's own stream have none."""

@@ -20,7 +20,7 @@ def own_loss(output: Any) -> Tensor:
 def mean_square(output: Any) -> Tensor:
     """Of all floating-point tensors that a model returns."""
     found = [value for value in _tensors(output) if value.is_floating_point() and value.requires_grad]
-    return torch.stack([value.float().square().mean() for value in found]).sum()
+    return torch.stack([value.double().square().mean() for value in found]).sum()
 
 
 def _tensors(value: Any) -> list[Tensor]:
