@@ -86,6 +86,7 @@ def test_the_matmuls_of_a_llama_block_take_five_milliseconds_on_an_h100() -> Non
     # 2 FLOPs · 218 million parameters · 8192 tokens at 0.7 of 989 TFLOP/s
     assert matmuls == pytest.approx(5.16e-3, rel=0.01)
     assert 1.1 * matmuls < sum(took.values()) < 1.6 * matmuls, "attention and what is pointwise"
+    assert matmuls < model().least_seconds(graph) < sum(took.values()), "arithmetic, without what is pointwise"
 
 
 def test_a_small_matmul_takes_its_launch_and_a_thin_one_the_reading_of_its_weights() -> None:

@@ -262,6 +262,17 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
     return work
 
 
+def arithmetic_of(graph: Graph) -> dict[fx.Node, Work]:
+    """Return the work of the nodes whose FLOPs torch has formulas for, without bytes and launches."""
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    counted = [target for target in targets if getattr(target, "overloadpacket", target) in FLOP_FORMULAS]
+    work = {node: Work(Kind.KERNEL) for node in graph.calls_of(counted) if kind_of(node) is Kind.KERNEL}
+    flops: dict[Hashable, int] = {}
+    for node, mine in work.items():
+        _describe_kernel(node, mine, flops)
+    return work
+
+
 class _Sizes(dict[fx.Node, int]):
     """Holds the bytes of the values of nodes that were asked for."""
 

@@ -83,7 +83,7 @@ def _entries(graph: fx.Graph, before: Iterable[Entry]) -> list[Entry]:
 def _is_same(meta: dict[str, Any], now: dict[str, Any]) -> bool:
     """Say whether what a node says of itself are the same objects as before. Tensors must not be compared by their
     values: of fake ones, whether they are equal is a symbol that the trace under way has no place for."""
-    return meta.keys() == now.keys() and all(map(operator.is_, map(meta.__getitem__, now), now.values()))
+    return [*meta] == [*now] and all(map(operator.is_, meta.values(), now.values()))
 
 
 @dataclass

@@ -154,13 +154,15 @@ def _is_faster(kept: list[fx.Node], than: list[fx.Node], context: PassContext) -
     """Say whether a backward that is given the one rather than the other buckets is a hundredth faster by the clock."""
     graph, cost = context.graphs["backward"], context.cost
     assert cost is not None
-    seconds = cost.graph_seconds(graph)
     gathers = graph.with_role(Role.GATHER_START)
     given, otherwise = ({wait.meta["fsdp"].bucket for wait in waits} for waits in (kept, than))
     spared = [start for start in gathers if start.meta["fsdp"].bucket in given - otherwise]
-    packed = sum(seconds[start] + seconds[dialect.wait_of(start)] for start in spared)
+    packed = sum(cost.packing_seconds(start) + cost.packing_seconds(dialect.wait_of(start)) for start in spared)
     # It takes at least what it computes, and is faster by no more than the gathers that are spared.
     most = packed + sum(map(cost.collective_seconds, spared))
+    if most <= (WORTH - 1) * cost.least_seconds(graph):
+        return False
+    seconds = cost.graph_seconds(graph)
     if most <= (WORTH - 1) * (sum(seconds.values()) - packed):
         return False
 
