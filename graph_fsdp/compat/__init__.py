@@ -36,6 +36,7 @@ from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dtensor_lists import begin_equal_places as begin_equal_places
 from graph_fsdp.compat.dtensor_lists import end_equal_places as end_equal_places
+from graph_fsdp.compat.dtensor_lists import unscale_on_all_meshes as unscale_on_all_meshes
 from graph_fsdp.compat.inductor.compilation import *
 from graph_fsdp.compat.layers.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
 from graph_fsdp.compat.layers.equal_layers import EqualLayers as EqualLayers
