@@ -94,7 +94,8 @@ def unscale_on_all_meshes(groups_of: Callable[[torch.Tensor], Iterable[str]]) ->
         for group in dict.fromkeys(name for gradient in gradients for name in groups_of(gradient)):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, resolve_group(group))
 
-    DTensor._op_dispatcher._custom_op_handlers[_UNSCALE] = unscale
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_UNSCALE] = unscale
 
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
