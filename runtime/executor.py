@@ -7,6 +7,7 @@ run that raises leaves nothing behind.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -108,6 +109,10 @@ class ProgramText:
 
     def _write(self, cache: RegionCache) -> None:
         steps, placeholders = cache.cut(self.graph), self.graph.placeholders
+        for node in self.graph.output.all_input_nodes:
+            if node.op == "get_attr":  # the mesh of a DTensor that is returned
+                owner = self.graph.fx_graph.owning_module
+                self.constants[self.names[node]] = operator.attrgetter(str(node.target))(owner)
         ends = [*steps, self.graph.output]
         read = [step.inputs if isinstance(step, Region) else step.all_input_nodes for step in ends]
         last = {node: index for index, nodes in enumerate(read) for node in nodes}

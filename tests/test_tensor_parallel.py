@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from expecttest import assert_expected_inline
 from facts import Facts
 from launch import run_ranks
 from printed import stage_text
-from reference import check_close, fsdp2, parameters_of
+from reference import check_close, fsdp2, gradients_of, parameters_of
 from tensor_parallel import (
     Block,
     Transformer,
@@ -32,11 +33,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 import graph_fsdp
-from graph_fsdp import AlreadyShardedError, EmptyPlaceholderError, UnsupportedError
+from graph_fsdp import (
+    AlreadyShardedError,
+    CheckpointError,
+    EmptyPlaceholderError,
+    RankDisagreement,
+    UnsupportedError,
+)
+from graph_fsdp.checkpoint import load_full_state_dict
 
 
 def two_by_two(names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
@@ -276,6 +285,44 @@ def each_rank_loads_its_part_of_whole_tensors() -> None:
             p.copy_(torch.arange(p.numel()).view(p.shape))
     model.load_state_dict(one.state_dict())
     assert all(torch.equal(value, one.get_parameter(name)) for name, value in parameters_of(model).items())
+
+
+@FACTS
+def one_rank_gives_and_gets_whole_tensors() -> None:
+    """Also a rank of another slice of the mesh than this one's."""
+    mesh, rank = two_by_two(), dist.get_rank()
+    one, model = TwoLinear(), ours(two_linear(mesh["tp"]), mesh["dp"])
+    for number, load in enumerate((functools.partial(graph_fsdp.import_, rank=0), load_full_state_dict)):
+        with torch.no_grad():
+            for p in one.parameters():
+                p.copy_(torch.arange(p.numel()).view(p.shape) + number)
+        load(model, one.state_dict() if rank == 0 else None)
+        assert all(torch.equal(value, one.get_parameter(name)) for name, value in parameters_of(model).items())
+    found = dict(graph_fsdp.export(model, rank=3))
+    assert list(found) == (["up.weight", "down.weight"] if rank == 3 else [])
+    assert all(torch.equal(value, one.get_parameter(name)) for name, value in found.items())
+    with pytest.raises(ValueError, match=r"rank must be a global rank of the model's mesh, 0 to 3, got 4"):
+        graph_fsdp.export(model, rank=4)
+    wrong = {**one.state_dict(), "other": torch.ones(2)}
+    with pytest.raises(CheckpointError if rank == 0 else RankDisagreement, match=r"Unexpected key\(s\).*other"):
+        graph_fsdp.import_(model, wrong if rank == 0 else None, rank=0)
+
+
+@FACTS
+def losses_of_divided_logits_equal_one_process() -> None:
+    """The model returns a DTensor, over which torch's ``loss_parallel`` computes a loss without gathering it."""
+    mesh = two_by_two()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7))
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"1": ColwiseParallel(use_local_output=False)})
+    ours(model, mesh["dp"])
+    x, target = torch.randn(4, 4), torch.arange(4)
+    own = mesh["dp"].get_local_rank()
+    with loss_parallel():
+        loss = nn.functional.cross_entropy(model(x.chunk(2)[own]), target.chunk(2)[own])
+        loss.backward()
+    nn.functional.cross_entropy(plain(x), target).backward()
+    check_close(gradients_of(model), gradients_of(plain), 1e-5, "gradients")
 
 
 @FACTS.long

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from facts import Facts
 from reference import check_close, fsdp2, gradients_of, parameters_of, whole
-from tensor_parallel import Transformer, ours, train, with_matrices, with_sequences
+from tensor_parallel import Transformer, batch, ours, train, with_matrices, with_sequences
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -86,6 +87,24 @@ def a_block_sees_and_writes_whole_parameters() -> None:
     model.blocks[0].up.weight = nn.Parameter(torch.ones(4, 10))
     with pytest.raises(ParameterChangedError, match=r"a DTensor over its tensor-parallel ranks of shape \([34], 10\)"):
         model(x)
+
+
+@FACTS
+def a_scaler_skips_a_step_on_all_ranks_or_none() -> None:
+    """The ranks of the first parameter are not all that the matrices' gradients lie on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = ours(with_matrices(Transformer(attention=False), mesh["tp"]), mesh["dp"])
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for infinite, scale in ((True, 512.0), (False, 512.0)):
+        before = parameters_of(model)
+        optimizer.zero_grad()
+        scaler.scale(model(batch(0, mesh["dp"].get_local_rank(), 2)[:, :-1]).square().mean()).backward()
+        if infinite and dist.get_rank() == 3:
+            model.blocks[0].mlp.up.weight.grad.to_local().fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        assert all(torch.equal(value, before[name]) for name, value in parameters_of(model).items()) is infinite
 
 
 class Uneven(nn.Module):

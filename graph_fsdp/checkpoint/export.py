@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from graph_fsdp import compat
-from graph_fsdp.checkpoint.together import check_rank, groups_of, in_step, meet
+from graph_fsdp.checkpoint.together import check_rank, groups_of, in_step, meet, mesh_of_all
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.passes.ir.settings import is_count
@@ -59,7 +59,7 @@ def export(
         RankFailure: another rank raised in it, or has died; on the CPU after ``agreement.PATIENCE_SECONDS`` at most.
     """
     engine = engine_of(model)
-    mesh = engine.storage.mesh
+    mesh = mesh_of_all(engine)
     facts: list[str] = []
     member, outside = isinstance(group, dist.ProcessGroup), dist.GroupMember.NON_GROUP_MEMBER
     with agreeing_on_values(mesh, facts):

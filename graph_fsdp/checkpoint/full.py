@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from graph_fsdp.checkpoint.together import mesh_of_all
 from graph_fsdp.initialise.initial_values import agreeing_on_values, checkpoint_facts
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, Rename, match_keys
@@ -47,9 +48,9 @@ def load_full_state_dict(
     Raises:
         CheckpointError: on rank 0, before anything is written: the keys or shapes do not fit the model.
         RankDisagreement: the same, on the other ranks.
-        ValueError: the model's mesh has not all ranks of the default process group.
+        ValueError: the default process group has ranks that hold nothing of the model.
     """
-    mesh = engine_of(model).storage.mesh
+    mesh = mesh_of_all(engine_of(model))
     if mesh is not None and len(mesh.ranks) != dist.get_world_size():
         raise ValueError(
             f"model: its mesh has {len(mesh.ranks)} of {dist.get_world_size()} ranks, and load_full_state_dict takes a "

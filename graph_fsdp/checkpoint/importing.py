@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.checkpoint.together import check_rank, in_step, meet
+from graph_fsdp.checkpoint.together import check_rank, in_step, meet, mesh_of_all
 from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, size_mismatch
@@ -75,7 +75,7 @@ def import_(
         RankFailure: another rank raised in it, or has died.
     """
     engine = engine_of(model)
-    mesh = engine.storage.mesh
+    mesh = mesh_of_all(engine)
     facts: list[str] = []
     with agreeing_on_values(mesh, facts):
         _check(engine, mesh, tensors, rank, max_bytes, strict)

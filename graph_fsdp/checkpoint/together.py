@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
+from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.gradient_norm import groups_sharding
 from graph_fsdp.passes.ir.settings import is_count
@@ -24,6 +27,25 @@ from graph_fsdp.runtime.ranks import lockstep
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
+
+
+def mesh_of_all(engine: Engine) -> Any:
+    """Return the mesh of all ranks that hold parts of a model: of a tensor-parallel one more than share a batch, in one
+    mesh with these; None where it is one process. Raises UnsupportedError where no parameter's mesh has all of them."""
+    mesh: Any = engine.storage.mesh
+    if not isinstance(mesh, DataParallelMesh):
+        return mesh
+    shards = [p.shard for p in engine.storage.parameters.values()]
+    meshes = [mesh.mesh, *(shard.device_mesh for shard in shards if isinstance(shard, DTensor))]
+    widest = max(dict.fromkeys(meshes), key=DeviceMesh.size)
+    held = {rank for each in dict.fromkeys(meshes) for rank in each.mesh.flatten().tolist()}
+    if widest.size() < len(held):
+        raise UnsupportedError(
+            f"model: its parameters are on {len(held)} ranks, and the largest mesh of one, {widest}, has "
+            f"{widest.size()}; make a DTensor of each parameter on a mesh with all of them, or use "
+            "graph_fsdp.checkpoint.save and load"
+        )
+    return mesh if widest.size() == len(mesh.ranks) else DataParallelMesh(widest, None, None)
 
 
 def check_rank(mesh: DataParallelMesh | None, rank: Any) -> None:

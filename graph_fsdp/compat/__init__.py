@@ -36,6 +36,7 @@ from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dtensor_lists import begin_equal_places as begin_equal_places
 from graph_fsdp.compat.dtensor_lists import end_equal_places as end_equal_places
+from graph_fsdp.compat.dtensor_lists import unscale_on_all_meshes as unscale_on_all_meshes
 from graph_fsdp.compat.inductor.compilation import *
 from graph_fsdp.compat.layers.equal_layers import EQUAL_LAYERS as EQUAL_LAYERS
 from graph_fsdp.compat.layers.equal_layers import EqualLayers as EqualLayers
@@ -51,6 +52,7 @@ from graph_fsdp.compat.traces.forwards import fields_of as fields_of
 from graph_fsdp.compat.traces.forwards import inputs_given_gradients as inputs_given_gradients
 from graph_fsdp.compat.traces.forwards import traced_as as traced_as
 from graph_fsdp.compat.traces.joint_traces import without_joint_trace as without_joint_trace
+from graph_fsdp.compat.traces.meshes_of_outputs import take_meshes_from_forward as take_meshes_from_forward
 from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched as arguments_unsearched
 from graph_fsdp.compat.traces.quick_graphs import quick_copies as quick_copies
 from graph_fsdp.compat.traces.quick_nodes import arguments_of as arguments_of

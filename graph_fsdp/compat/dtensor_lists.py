@@ -5,16 +5,28 @@ all tensors that the operator is given, so that 577 parameters take half a CPU s
 long. A model of equal layers has few places that differ. Torch is asked about an operator with these alone, and each
 place of the lists gets what the first of its equals got. Where a tensor has to be redistributed, torch is asked about
 all of them.
+
+[Note: gradients on several meshes]
+``GradScaler`` looks for what is not finite in all gradients at once, and DTensor tells it of that on other ranks: those
+over which the first gradient of the list is sharded. A list may begin with a parameter that tensor-parallel ranks have
+copies of, while others are sharded over these. Then one rank would skip the step that another takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from graph_fsdp.compat.distributed import resolve_group
+from graph_fsdp.compat.tensors import local_parts
 
 ASKED = "propagate_op_sharding_non_cached"
 _ON_LISTS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")  # by places, for torch, too
@@ -69,3 +81,21 @@ def end_equal_places() -> None:
     found = vars(ShardingPropagator)[ASKED]
     if isinstance(found, functools.partialmethod):
         setattr(ShardingPropagator, ASKED, found.args[0])
+
+
+def unscale_on_all_meshes(groups_of: Callable[[torch.Tensor], Iterable[str]]) -> None:
+    """Have the ranks of all gradients agree on whether one is not finite, where torch's ``GradScaler`` unscales some
+    ([Note: gradients on several meshes]). ``groups_of``: the names of the groups that a gradient is sharded over."""
+
+    def unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients: Sequence[torch.Tensor] = args[0]
+        found_inf: torch.Tensor = args[1]
+        operator(local_parts(gradients), *args[1:], **kwargs)
+        for group in dict.fromkeys(name for gradient in gradients for name in groups_of(gradient)):
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, resolve_group(group))
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_UNSCALE] = unscale
+
+
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

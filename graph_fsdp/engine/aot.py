@@ -91,6 +91,7 @@ class AotTrace:
         engine, context = self.engine, self.context
         self._alive = self._owner()
         joint = self.prepare(joint)
+        compat.take_meshes_from_forward(joint, len(joint_inputs[0]), num_fwd_outputs)
         context.forward_outputs = num_fwd_outputs
         joint_graph = Graph(joint, "joint")
         self._note(joint, len(joint_inputs[0]), num_fwd_outputs)

@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, CheckpointError, MetaDeviceError, UnsupportedError
 from graph_fsdp.optimizers.groups import parameters_of
+from graph_fsdp.parameters.gradient_norm import groups_sharding
 from graph_fsdp.parameters.inputs import tensors_of
 from graph_fsdp.parameters.own_rows import refuse_rows_of_another_rank
 
@@ -149,7 +150,8 @@ def saving_whole(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def watch_steps() -> None:
-    """Look at the steps of all optimizers of this process from now on."""
+    """Look at the steps of all optimizers of this process from now on, and have ranks agree where these are skipped."""
+    compat.unscale_on_all_meshes(groups_sharding)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
