@@ -90,6 +90,34 @@ def test_a_graph_break_under_fullgraph(fake_group: None, fault: str) -> None:
     fail_forward(graph_fsdp.compile(Faulty(depth=1), backend="eager"), fault, graph_fsdp.GraphBreakError, *words)
 
 
+class Shape(tuple):  # type: ignore[type-arg]
+    """Has no length, as e3nn's Irreps: Dynamo fails with that where it makes a guard of one."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError("a shape has no length")
+
+
+class Shaped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.shape = Shape((1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * sum(size for size in self.shape)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_an_error_within_dynamo_says_where_and_what_to_do(fake_group: None, fullgraph: bool) -> None:
+    model = graph_fsdp.compile(nn.Sequential(Shaped(), nn.Linear(16, 16)), backend="eager", fullgraph=fullgraph)
+    words = "(?s)Dynamo.*failed at .*, in __len__.*a shape has no length.*fullgraph=False.*torch.compiler.disable"
+    with pytest.raises(graph_fsdp.GraphBreakError, match=words):
+        model(batch())
+    model[0].forward = torch.compiler.disable(model[0].forward)
+    if not fullgraph:
+        assert model(batch()).shape == batch().shape
+
+
 class Raising(nn.Module):
     """Its forward raises what ``fault`` raises."""
 

@@ -167,6 +167,16 @@ def writes_to_a_parameter_are_told_and_lost_as_with_fsdp2() -> None:
         sharded(rows(6, 8)).sum().backward()
         for p, expected in zip(model.parameters(), sharded.parameters(), strict=True):
             torch.testing.assert_close(whole(p), whole(expected))
+    # What FSDP2 has not gathered when the root's code writes to it is the shard, which keeps what is written.
+    plain = Two(halves)
+    model, sharded = (copy.deepcopy(plain) for _ in range(2))
+    fully_shard(sharded.first)
+    fully_shard(sharded)(rows(6, 8))
+    model = graph_fsdp.compile(model, backend="eager", auto_wrap_policy=[model.first])
+    with pytest.warns(UserWarning, match=r"the forward writes to 'first.weight' in place.* lost"):
+        model(rows(6, 8))
+    torch.testing.assert_close(whole(sharded.first.weight), plain.first.weight / 2)
+    torch.testing.assert_close(whole(model.first.weight), plain.first.weight)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trains_as_plain(lambda m, x: m.second(m.first(x)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import re
+import traceback
 import types
 import warnings
 from collections import OrderedDict
@@ -199,6 +200,9 @@ def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure
     except TypeError as wrong:
         raise TypeError(f"{type(call.module).__name__}.forward(): {wrong}") from None
     stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
+    internal = isinstance(error, compat.InternalTorchDynamoError)
+    if internal and not stack:  # it has failed after tracing, where it made guards
+        stack = traceback.extract_tb(error.__traceback__)[-1:]
     if stack and stack[-1].filename == nn.modules.module.__file__ and (hooks := structure.hooks(*OF_BACKWARD)):
         return GraphBreakError(
             f"{', '.join(hooks)}: the one graph of a model has no place for it; put it on the model itself or on a "
@@ -213,6 +217,13 @@ def graph_break(error: Exception, entry: Entry, call: Call, structure: Structure
     if reason and reason[0].startswith("Observed exception"):
         raised = re.search("raised exception (.+)", str(error))
         reason = [f"this line raises {raised[1] if raised else 'an exception'} for these inputs"]
+    if internal:
+        return GraphBreakError(
+            f"the model cannot be traced: Dynamo, the part of torch.compile that traces, failed{where}\n  reason: "
+            f"{reason[0] if reason else error}\n  Change that line, or pass fullgraph=False, with "
+            "torch.compiler.disable on the function or module that has it where that alone does not help. Dynamo's own "
+            "error is above."
+        )
     hooks = structure.hooks()
     return GraphBreakError(
         f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"

@@ -2,6 +2,7 @@
 
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
@@ -9,4 +10,4 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 # Raised where the graph may break, too. The second is of a number that only data decides.
 OF_USERS = (UserError, GuardOnDataDependentSymNode)
-NOT_TRACED = (Unsupported, TorchRuntimeError, *OF_USERS)
+NOT_TRACED = (Unsupported, TorchRuntimeError, InternalTorchDynamoError, *OF_USERS)
