@@ -339,7 +339,7 @@ def test_less_than_one_call_is_refused(name: str, value: Any) -> None:
 
 def test_a_batch_that_does_not_fit_is_the_forwards_own_error() -> None:
     model = compiled()
-    with pytest.raises(TypeError, match=r"MLP\.forward\(\): missing a required argument: 'x'"):
+    with pytest.raises(TypeError, match=r"MLP\.forward\(\):? missing .*argument: 'x'"):
         graph_fsdp.profile(model)
     with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
         graph_fsdp.profile(model, BATCH, y=1)

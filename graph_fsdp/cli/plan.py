@@ -100,6 +100,7 @@ def _made(chosen: argparse.Namespace) -> Any:
     from rich.console import Console
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from graph_fsdp import compat
     from graph_fsdp.passes import find_hardware
     from graph_fsdp.planning import Dimensions, plan, search
     from graph_fsdp.planning.model_config import BATCH, LENGTH, find_model
@@ -127,7 +128,8 @@ def _made(chosen: argparse.Namespace) -> Any:
             shapes = list(dict.fromkeys([(*replicas, dimensions.dp_shard), *meshes(dimensions.ranks, island)]))
             limits = {"memory": chosen.memory, "progress": _progress}
             return search(model_fn, inputs, mesh_shapes=shapes, **limits, **options)
-        with Console(stderr=True).status("tracing the model and running the passes"):
+        waiting = Console(stderr=True).status("tracing the model and running the passes")
+        with waiting, compat.failures_unlogged():
             return plan(model_fn, inputs, mesh_shape=dimensions, **_memory_options(chosen), **options)
     except (RuntimeError, LookupError, TypeError, AttributeError) as error:
         if are_own or type(error).__module__.startswith("graph_fsdp."):
