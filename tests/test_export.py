@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_fsdp
-from graph_fsdp.errors import ParameterChangedError, RankDisagreement
+from graph_fsdp.errors import ParameterChangedError, RankDisagreement, UnsupportedError
 
 FACTS = Facts(__name__)
 
@@ -87,6 +87,19 @@ def test_wrong_arguments_are_named_at_the_call() -> None:
             graph_fsdp.export(model, **options)
     with pytest.raises(TypeError, match=r"MLP was not compiled by graph_fsdp; call graph_fsdp\.compile first"):
         graph_fsdp.export(MLP())
+
+
+def test_parameters_on_meshes_of_which_none_has_all_ranks_are_refused(fake_group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "ep"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer, dimension in zip(model, ("tp", "ep"), strict=True):
+        parallelize_module(layer, mesh[dimension], ColwiseParallel())
+    graph_fsdp.compile(model, mesh["dp"], backend="eager")
+    for moved in (lambda: graph_fsdp.export(model), lambda: graph_fsdp.import_(model, {})):
+        with pytest.raises(
+            UnsupportedError, match="parameters are on 6 ranks, and the largest mesh of one, DeviceMesh"
+        ):
+            moved()
 
 
 @FACTS

@@ -262,6 +262,12 @@ def test_ranks_that_do_not_exist_are_not_waited_for(group: SimulatedGroup) -> No
     agree("alone", ["gather blocks.0"], range(RANKS), timeout=0.01)
 
 
+def test_ours_plans_for_a_device_of_so_many_gigabytes() -> None:
+    cluster, device = simulated_cluster.CLUSTERS["nvlink"], torch.device("cpu")
+    assert simulated_cluster.hardware_of(cluster, device, 5.0).memory == 5e9
+    assert simulated_cluster.hardware_of(cluster, device).memory != 5e9
+
+
 Trained: TypeAlias = tuple[list[Tensor], dict[str, Tensor], list[Launch]]
 
 
