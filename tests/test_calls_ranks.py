@@ -342,10 +342,13 @@ def registered_methods_run_compiled() -> None:
 
 
 @FACTS
-def a_method_that_is_not_registered_is_an_error_and_not_a_crash() -> None:
+def a_method_that_is_not_registered_calls_one_module_after_another() -> None:
     model, plain = pair(TwoTowers())
+    for m in (model, plain):
+        m.encode(rows(4, 16)).square().mean().backward()
+    check_gradients(model, plain)
     with pytest.raises(RuntimeError, match="DTensor"):
-        model.encode(rows(4, 16))
+        model.embed.weight @ rows(16, 4)
     with graph_fsdp.unsharded(model), torch.no_grad():
         torch.testing.assert_close(model.encode(rows(4, 16)), plain.encode(rows(4, 16)))
 

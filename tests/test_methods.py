@@ -277,9 +277,10 @@ def test_a_forward_that_was_exchanged_runs_as_it_is_or_compiled_where_it_is_regi
     expected, own = model(x), model.forward
     model.forward = lambda x: own(x) * 2
     torch.testing.assert_close(model(x), expected * 2)
-    model.forward = lambda x: model.head(x)
+    model.forward = lambda x: model.head.weight @ x.T
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         model(x)
+    model.forward = lambda x: model.head(x)
     register_fsdp_forward_method(model, "forward")
     model(x).sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.weight", "head.bias"]

@@ -9,11 +9,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from graph_fsdp import compat
 from graph_fsdp.engine.casting import follow_cast
@@ -40,6 +41,27 @@ from graph_fsdp.passes.repeat.segments import WORTH
 from graph_fsdp.units import Unit
 
 
+class Called(NamedTuple):
+    """Is what a module has whose forward runs compiled: the engine, the module's name, and the dtypes, or None, to
+    which the forward's inputs and outputs are cast."""
+
+    engine: Engine
+    name: str
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+
+
+class CallableAlone:
+    """Comes before the own class of a module of the root unit, among the bases of its class: a loss that calls a head
+    by itself runs compiled. It is no unit, and what is copied or pickled is a module of the own class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        state = {name: value for name, value in made[2].items() if name != "_graph_fsdp_called"}
+        kinds = type(self).__mro__
+        return object.__new__, (kinds[kinds.index(CallableAlone) + 1],), state
+
+
 class _NotStatically(property):
     """Is false as an object: since torch 2.15 Dynamo reads the property uncalled, and refuses what FSDP1 manages."""
 
@@ -56,7 +78,7 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
 
     _graph_fsdp: Engine
     _graph_fsdp_unit: str  # "" for the model's
-    _graph_fsdp_name: str  # of the module
+    _graph_fsdp_called: Called
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the model's own class instead of a compiled model's (indexing into a container does that)."""
@@ -166,6 +188,9 @@ def _taking_the_module(own: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_Classes = dict[tuple[type, type, Callable[..., Any]], type]
+
+
 def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, units: list[Unit]) -> None:
     """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
     other libraries strip. A unit's forward is the plain one within the model's, and compiled when called by itself."""
@@ -182,25 +207,45 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
     for module in model.modules():
         registry = vars(module)[compat.APPLIED] = Registry(vars(module).get(compat.APPLIED, {}))
         registry.has_shards = module in owners
-    classes: dict[tuple[type, Callable[..., Any]], type] = {}
+    classes: _Classes = {}
     for module, (name, unit_name) in places.items():
-        cls, forward = type(module), original_forward(module)
-        module.__dict__.pop("forward", None)
-        if (cls, forward) not in classes:
-            namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-            if forward is not nn.Module.forward:  # else torch's raises
-                namespace["forward"] = _entering("forward", forward, engine.number)
-            if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
-                namespace["save_pretrained"] = saving_whole(save_pretrained)
-            classes[cls, forward] = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
-        module.__class__ = classes[cls, forward]
-        vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=unit_name, _graph_fsdp_name=name)
-        vars(module)["_graph_fsdp_casts"] = policies.casts_of(name)
+        called = Called(engine, name, *policies.casts_of(name))
+        _let_enter(module, called, f"FSDP{type(module).__name__}", GraphFSDPModule, classes)
+        vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=unit_name)
+    for name, module in _callable_alone(model, units):
+        if module not in places:
+            _let_enter(module, Called(engine, name), type(module).__name__, CallableAlone, classes)
     counts = Counter(map(type, places))
     engine.equal_layers = compat.EqualLayers(frozenset(kind for kind, number in counts.items() if number >= WORTH))
     vars(model)["_graph_fsdp_policies"] = {name: policies.around(name) for name in engine.spec.parameters}
     structure = vars(model)["_graph_fsdp_structure"] = Structure(model, engine.storage)
     engine.structure_of_model = weakref.ref(structure)
+
+
+def _let_enter(module: nn.Module, called: Called, name: str, first: type, classes: _Classes) -> None:
+    """Give ``module`` a class of this name, with ``first`` before its own one, whose forward enters compiled code; one
+    of ``classes`` where there is one for its own class and forward."""
+    cls, forward = type(module), original_forward(module)
+    module.__dict__.pop("forward", None)
+    if (first, cls, forward) not in classes:
+        namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        if forward is not nn.Module.forward:  # else torch's raises
+            namespace["forward"] = _entering("forward", forward, called.engine.number)
+        if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
+            namespace["save_pretrained"] = saving_whole(save_pretrained)
+        classes[first, cls, forward] = type(name, (first, cls), namespace)
+    module.__class__ = classes[first, cls, forward]
+    vars(module)["_graph_fsdp_called"] = called
+
+
+def _callable_alone(model: nn.Module, units: list[Unit]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of the root unit that have parameters, and a forward that is Python, by name."""
+    inside = {m for unit in units for module in unit.modules.values() if module is not model for m in module.modules()}
+    for name, module in model.named_modules():
+        known = module is model or module in inside
+        other = isinstance(module, (torch.jit.ScriptModule, ParametrizationList)) or is_parametrized(module)
+        if not known and not other and type(module).forward is not nn.Module.forward and [*module.parameters()]:
+            yield name, module
 
 
 def _generators_inside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -226,14 +271,13 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
         if Entered.engine == number:  # traced with the model
             return function(self, *given, *args, **kwargs)
         refuse_transforms(args, kwargs)
-        own = vars(self)
-        of_inputs, of_outputs = own["_graph_fsdp_casts"]
-        engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
+        # The engine is not of the closure: graphs keep classes, and classes would keep it.
+        engine, called_as, of_inputs, of_outputs = vars(self)["_graph_fsdp_called"]
         if engine.storage.device.type != "cpu":
             args, kwargs = on_device((args, kwargs), engine.storage.device)
         if of_inputs is not None:
             args, kwargs = cast_floats((args, kwargs), of_inputs)
-        entry = Entry(own["_graph_fsdp_name"], name, function)
+        entry = Entry(called_as, name, function)
         outputs = engine.run(entry, self, *given, *args, **kwargs)
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 

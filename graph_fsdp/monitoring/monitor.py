@@ -91,7 +91,7 @@ def monitor(
         OSError: ``path`` cannot be written, or ``port`` is not free, on the rank that reports.
     """
     engine = engine_of(model)
-    if unit := vars(model)["_graph_fsdp_name"]:
+    if unit := vars(model)["_graph_fsdp_called"].name:
         raise ValueError(
             f"model: it is the module {unit!r} of a model; monitor the model that graph_fsdp.compile returned"
         )

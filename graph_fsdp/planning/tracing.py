@@ -145,7 +145,7 @@ def trace(
             engine.cost.groups.update(shapes_of_groups(mesh))
         if finalization:
             _keep_gradients(model, engine)
-        if (dtype := model.__dict__["_graph_fsdp_casts"][0]) is not None:  # nothing can be cast without memory
+        if (dtype := model.__dict__["_graph_fsdp_called"].inputs) is not None:  # nothing can be cast without memory
             inputs = compat.tree_map_only(Tensor, functools.partial(_in_dtype, dtype), inputs)
         try:
             model(*inputs[0], **inputs[1])

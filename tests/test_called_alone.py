@@ -1,0 +1,75 @@
+"""Modules that are in no unit, called by themselves: their graphs, on 8 ranks, and what they stay. (Numbers:
+test_units_ranks.py.)"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from models import MLP
+from printed import events
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import parametrizations
+
+import graph_fsdp
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+def compiled(make: type[nn.Module] = MLP) -> Any:
+    return graph_fsdp.compile(make(), backend="eager")
+
+
+def test_a_head_is_gathered_and_its_gradient_reduced() -> None:
+    model: Any = compiled()
+    model.head(torch.randn(4, 16)).sum().backward()
+    assert_expected_inline(
+        events(graph_fsdp.inspect(model)),
+        """\
+forward: >root .root
+backward: xroot -root""",
+    )
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.weight", "head.bias"]
+
+
+def test_within_the_model_it_is_traced_with_the_model() -> None:
+    model: Any = compiled()
+    model(torch.randn(4, 16)).sum().backward()
+    model(torch.randn(4, 16)).sum().backward()
+    assert len(graph_fsdp.inspect(model).graphs) == 1
+
+
+def test_it_is_no_unit_and_has_the_name_of_its_class() -> None:
+    model: Any = compiled()
+    assert isinstance(model.head, nn.Linear)
+    assert not isinstance(model.head, FSDPModule)
+    assert repr(model.head) == repr(MLP().head)
+    assert type(model.blocks[0].up) is nn.Linear, "of a unit"
+
+
+def test_what_is_copied_or_saved_is_of_its_own_class() -> None:
+    head = compiled().head
+    file = io.BytesIO()
+    torch.save(head, file)
+    file.seek(0)
+    for module in (copy.copy(head), copy.deepcopy(head), torch.load(file, weights_only=False)):
+        assert type(module) is nn.Linear
+        assert vars(module).keys() == vars(nn.Linear(1, 1)).keys() | vars(head).keys() - {"_graph_fsdp_called"}
+        assert torch.equal(module.weight.to_local(), head.weight.to_local())
+
+
+def test_parametrized_modules_stay_what_they_are() -> None:
+    class Normed(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            parametrizations.weight_norm(self.head)
+
+    model: Any = compiled(Normed)
+    assert type(model.head) is not nn.Linear
+    assert type(model.head).__bases__ == (nn.Linear,)
+    model(torch.randn(4, 16)).sum().backward()
