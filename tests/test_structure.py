@@ -178,11 +178,12 @@ def test_a_full_backward_hook_fires_outside_of_graphs_and_is_an_error_in_one() -
 
 
 def test_parameters_whose_names_begin_with_a_digit_are_read_outside_of_graphs() -> None:
-    model = graph_fsdp.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager", fullgraph=False)
-    model[0].register_full_backward_hook(lambda module, inputs, outputs: None)
-    with pytest.warns(UserWarning, match="reads parameter '0.weight'"):
+    inside = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))  # of a unit: else the frame of its forward is a graph
+    model = graph_fsdp.compile(inside, auto_wrap_policy={nn.Sequential}, backend="eager", fullgraph=False)
+    model[0][0].register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.warns(UserWarning, match="reads parameter '0.0.weight'"):
         model(torch.ones(2, 4)).sum().backward()
-    assert torch.equal(model[0].bias.grad, torch.full((4,), 2.0))
+    assert torch.equal(model[0][0].bias.grad, torch.full((4,), 2.0))
 
 
 def test_a_hook_that_cannot_be_traced_or_is_traced_anew_in_each_call_is_named() -> None:
