@@ -77,6 +77,31 @@ def test_a_break_in_a_loop_runs_each_layer_with_its_own_parameters() -> None:
     assert "runs with 'layers.11.up.weight', 'layers.11.up.bias'" in causes[-1].text
 
 
+class Kinds(nn.Module):
+    """More classes of modules, each called by Python, than the graphs that torch makes of one function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(type(f"Block{i}", (Block,), {"forward": scaled(i)})() for i in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if bool((x == x).all()) else x
+        return x
+
+
+def scaled(by: int) -> Callable[[Any, Tensor], Tensor]:
+    text = f"lambda self, x: {by + 1} * torch.relu(self.up(x))"
+    forward: Callable[[Any, Tensor], Tensor] = eval(text)
+    return forward
+
+
+def test_modules_of_many_classes_that_python_calls_are_graphs() -> None:
+    for policy in ({Block}, {Kinds}):  # units, and modules that are in none
+        model = assert_as_plain(Kinds, lambda: (torch.randn(2, WIDTH).double(),), auto_wrap_policy=policy)
+        assert len(graph_fsdp.inspect(model).graphs) == 10
+
+
 class ByName(nn.Module):
     """A loop over layers that Dynamo leaves to Python, and whose names are no identifiers."""
 

@@ -61,12 +61,8 @@ class Entered:
 
 
 def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> types.FunctionType:
-    """Return a function that calls ``forward``, with a code object, a name and globals of its own. Where parameters are
-    ``sharded``, it returns copies of whole ones, which are operators of the graph and have gradients.
-
-    Two models must not share them: Dynamo caches and limits recompilations by code object, remembers by name and place
-    which sizes have changed, and puts what it compiles into the globals, where it would outlive the model.
-    """
+    """Return a function that calls ``forward``, and is like no other. Where parameters are ``sharded``, it returns
+    copies of whole ones, which are operators of the graph and have gradients."""
 
     def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if fullgraph and not torch.compiler.is_compiling():  # else what it reads is gathered (python_reads.py)
@@ -78,10 +74,16 @@ def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> typ
         # In no variable, whose name Dynamo would give to a node.
         return whole_parameters(forward(self, *args, **kwargs)) if sharded else forward(self, *args, **kwargs)
 
-    code = graph_fsdp_forward.__code__
+    return like_no_other(graph_fsdp_forward)
+
+
+def like_no_other(function: Any) -> types.FunctionType:
+    """Return a function that does the same, with a code object, a name and globals of its own. Two models must not
+    share them: Dynamo caches and limits recompilations by code object, remembers by name and place which sizes have
+    changed, and puts what it compiles into the globals, where it would outlive the model."""
     name = f"{_FORWARD}_{next(_forwards)}"
-    own = code.replace(co_name=name)
-    return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, dict(function.__globals__), name, None, function.__closure__)
 
 
 def apart(fullgraph: bool) -> dict[str, bool]:

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from graph_fsdp import compat
 from graph_fsdp.engine.casting import follow_cast
-from graph_fsdp.engine.dynamo import Entered, Entry
+from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.communication import CommunicationMethods
@@ -266,7 +266,6 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
     """Return ``function`` as a method of the model and of units that runs compiled; ``number``: the engine's;
     ``given``: its arguments before those of a call."""
 
-    @functools.wraps(function)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if Entered.engine == number:  # traced with the model
             return function(self, *given, *args, **kwargs)
@@ -281,7 +280,7 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
         outputs = engine.run(entry, self, *given, *args, **kwargs)
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 
-    return run
+    return functools.wraps(function)(like_no_other(run))  # in a model that breaks it is a frame by itself
 
 
 def _called_by(module: Any, method: Callable[..., Any]) -> str:
@@ -300,7 +299,8 @@ def _forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Cal
     """Return what runs a forward that is set on a compiled module as the model's code, which may break (with
     ``fullgraph=True`` it runs as it is). Fabric and TRL set one for each call: it is an argument of the one function
     that is compiled, for which Dynamo has guards, as graphs for each of them would be traced for each call."""
-    if getattr(getattr(forward, "__func__", forward), "__code__", None) in _COMPILED:
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    if inspect.iscode(code) and (code.co_filename, code.co_firstlineno) in _COMPILED:
         return forward  # the one before, set again
     run = _entering("forward", _call_given, vars(module)["_graph_fsdp"].number, forward)
 
@@ -311,7 +311,8 @@ def _forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Cal
     return given
 
 
-_COMPILED = {code for f in (_entering, _forward_in_its_place) for code in f.__code__.co_consts if inspect.iscode(code)}
+_CODE = [code for f in (_entering, _forward_in_its_place) for code in f.__code__.co_consts if inspect.iscode(code)]
+_COMPILED = {(code.co_filename, code.co_firstlineno) for code in _CODE}
 
 
 def _call_given(_: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
