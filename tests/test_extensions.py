@@ -362,6 +362,6 @@ def test_tensor_parallel_parameters_of_extended_parts(fake_group: None) -> None:
     """As torchao's float8 linear modules that gather in float8 have behind ``parallelize_module``."""
     mesh, model = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp")), nn.Linear(8, 8)
     model.weight = nn.Parameter(DTensor.from_local(Float8(torch.randn(4, 8)), mesh["tp"], [Shard(0)]))
-    with pytest.raises(UnsupportedError, match="'weight' is a DTensor .* and each rank's part a Float8; .* plain parts"):
+    with pytest.raises(UnsupportedError, match=r"'weight' is a DTensor .* each rank's part a Float8; .* plain parts"):
         graph_fsdp.compile(model, mesh["dp"], backend="eager")
     assert isinstance(model.weight.to_local(), Float8)
