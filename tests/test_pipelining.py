@@ -194,12 +194,13 @@ def clip_grad_norm_(stages: list[Any], max_norm: float, pipeline: Any) -> Tensor
 
 
 def accumulated() -> None:
-    """Two steps of a schedule, of which the first adds nothing to ``.grad`` only where gradients are reduced."""
+    """On a mesh of one rank, where nothing is reduced, ``no_sync()`` keeps no gradients either."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     for schedule, without_sync in (("1F1B", True), ("1F1B", False), ("Interleaved1F1B", True)):
         trained = Trained(schedule, mesh)
         for step in range(2):
-            inputs, target = (torch.randn(8, 16, generator=torch.Generator().manual_seed(2 * step + i)) for i in range(2))
+            generator = torch.Generator().manual_seed(step)
+            inputs, target = (torch.randn(8, 16, generator=generator) for _ in range(2))
             with contextlib.ExitStack() as stack:
                 for model in trained.models if without_sync and step == 0 else ():
                     stack.enter_context(model.no_sync())
