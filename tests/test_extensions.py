@@ -16,8 +16,9 @@ from models import MLP
 from printed import bucket_tables, stage_text
 from reference import fsdp2
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
@@ -355,3 +356,12 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(
     with pytest.raises(error, match=words):
         graph_fsdp.compile(model, **{"backend": "eager", **options})
     assert type(model) is MLP and all(not isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_tensor_parallel_parameters_of_extended_parts(fake_group: None) -> None:
+    """As torchao's float8 linear modules that gather in float8 have behind ``parallelize_module``."""
+    mesh, model = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp")), nn.Linear(8, 8)
+    model.weight = nn.Parameter(DTensor.from_local(Float8(torch.randn(4, 8)), mesh["tp"], [Shard(0)]))
+    with pytest.raises(UnsupportedError, match=r"'weight' is a DTensor .* each rank's part a Float8; .* plain parts"):
+        graph_fsdp.compile(model, mesh["dp"], backend="eager")
+    assert isinstance(model.weight.to_local(), Float8)

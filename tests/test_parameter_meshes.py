@@ -22,7 +22,7 @@ from printed import bucket_table, calls
 from reference import check_close, gradients_of, parameters_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import graph_fsdp
@@ -138,6 +138,20 @@ reduce_layers_0 = reduce_scatter_start([layers.0.{norm.weight: getitem, norm.bia
     router.bias: sum}], float32, world_size=8)
 reduce_root = reduce_scatter_start([embed.{weight: mm, bias: sum}], float32, world_size=8)""",
     )
+
+
+@pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy()])
+def test_gradients_that_need_no_reduction_are_not_kept(fake_group: None, policy: OffloadPolicy) -> None:
+    mesh, own = meshes(1, 8)
+    model = ours(
+        MoE(8, WIDTH, layers=1).distribute(own["ep"]), mesh, {Experts: own["efsdp"]}, offload_policy=policy
+    )
+    with model.no_sync():
+        model(tokens(0)).sum().backward()
+    given = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert given == ["layers.0.experts.w1", "layers.0.experts.w2"]
+    model(tokens(0)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_the_report_names_the_mesh(fake_group: None, tmp_path: Path) -> None:

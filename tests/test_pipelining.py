@@ -193,6 +193,26 @@ def clip_grad_norm_(stages: list[Any], max_norm: float, pipeline: Any) -> Tensor
     return norm
 
 
+def accumulated() -> None:
+    """On a mesh of one rank, where nothing is reduced, ``no_sync()`` keeps no gradients either."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    for schedule, without_sync in (("1F1B", True), ("1F1B", False), ("Interleaved1F1B", True)):
+        trained = Trained(schedule, mesh)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            inputs, target = (torch.randn(8, 16, generator=generator) for _ in range(2))
+            with contextlib.ExitStack() as stack:
+                for model in trained.models if without_sync and step == 0 else ():
+                    stack.enter_context(model.no_sync())
+                trained.step(inputs, target)
+            loss_fn(trained.one(inputs), target).backward()
+        trained.check_gradients(f"{schedule}, without_sync={without_sync}")
+
+
+def test_steps_add_up() -> None:
+    run_ranks(accumulated, 2)
+
+
 def pipelines(schedules: tuple[str, ...], tp: bool = False) -> None:
     names, sizes = (("pp", "dp", "tp"), (2, 2, 2)) if tp else (("pp", "dp"), (2, 2))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)

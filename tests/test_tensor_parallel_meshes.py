@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts
+from facts import Facts, shared_folder
 from reference import check_close, fsdp2, gradients_of, parameters_of, whole
 from tensor_parallel import Transformer, batch, ours, train, with_matrices, with_sequences
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graph_fsdp
-from graph_fsdp import ParameterChangedError
+from graph_fsdp import ParameterChangedError, checkpoint
 from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
@@ -105,6 +105,23 @@ def a_scaler_skips_a_step_on_all_ranks_or_none() -> None:
         scaler.update()
         assert scaler.get_scale() == scale
         assert all(torch.equal(value, before[name]) for name, value in parameters_of(model).items()) is infinite
+
+
+@FACTS
+def ranks_that_share_no_mesh_save_and_load_together() -> None:
+    """Rank 0 has meshes with ranks 1 and 2, and rank 3 with these: no rank knows all of them."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "ep"))
+    model, path = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), shared_folder() / "one"
+    for layer, dimension in zip(model, ("tp", "ep"), strict=True):
+        parallelize_module(layer, mesh[dimension], ColwiseParallel())
+    ours(model, mesh["dp"])
+    saved = parameters_of(model)
+    checkpoint.save(path, model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    checkpoint.load(path, model)
+    assert all(torch.equal(value, saved[name]) for name, value in parameters_of(model).items())
 
 
 class Uneven(nn.Module):

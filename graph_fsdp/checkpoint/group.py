@@ -11,15 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.mesh import group_of
 from graph_fsdp.runtime.ranks.agreement import is_shared
 from graph_fsdp.runtime.ranks.failure import gone
+from graph_fsdp.runtime.ranks.lockstep import finish
 
 # How long a rank waits for another to come and to write its part, and then fails.
 TIMEOUT_SECONDS = 1800.0
@@ -51,9 +54,8 @@ class Ranks:
             )
         if not dist.is_available() or not dist.is_initialized():
             return cls((0,), None)
-        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
-        held = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-        ranks = tuple(sorted(held)) or tuple(range(dist.get_world_size()))
+        meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        ranks = _joined(list(meshes)) or tuple(range(dist.get_world_size()))
         return cls(ranks, _group(ranks, "checkpoints") if is_shared(ranks) else None)
 
     @property
@@ -132,6 +134,25 @@ class Ranks:
 
 
 ALONE = Ranks((0,), None)
+
+
+def _joined(meshes: Sequence[DeviceMesh]) -> tuple[int, ...]:
+    """Return the ranks that this one shares a mesh with, and those that they do, in ascending order.
+
+    Where no mesh has all of them, a rank knows its own meshes only. Ranks then tell each other over the dimensions of
+    the meshes, one after the other: these are of one mesh, so that its ranks are reached by a step along each.
+    """
+    on = [mesh.mesh.flatten().tolist() for mesh in meshes]
+    held = sorted({rank for ranks in on for rank in ranks})
+    if not held or max(map(len, on)) == len(held):
+        return tuple(held)
+    for mesh in meshes:
+        known = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=mesh.device_type)
+        known[held] = 1
+        for group in mesh.get_all_groups():
+            finish(dist.all_reduce(known, dist.ReduceOp.MAX, group, async_op=True), known.device)
+        held = known.nonzero().flatten().tolist()
+    return tuple(held)
 
 
 def _group(ranks: tuple[int, ...], use: str) -> dist.ProcessGroup:

@@ -61,6 +61,7 @@ class PipelineStage(TorchStage):
         place(model)[0].unsharded.optional = True  # schedules of several stages call unshard()
         super().__init__(submodule, *args, **kwargs)
         self._failures = stage_failures(self.group, self.device)
+        self._earlier: dict[Tensor, Tensor] = {}  # gradients of earlier steps of the schedule
 
     def telling(self, what: str) -> AbstractContextManager[None]:
         """Return a context whose errors the ranks of the other stages get to know; ``what``: what runs in it. Such an
@@ -115,6 +116,10 @@ class PipelineStage(TorchStage):
         engine, _ = place(model)
         if torch.is_grad_enabled() and self.has_backward and not engine.finalization.manual:
             model.set_manual_backward_finalization(True)
+            shards = [p.shard for p in engine.storage.parameters.values()]  # unshard() registers whole parameters
+            self._earlier = {p: p.grad for p in (*model.parameters(), *shards) if p.grad is not None}
+            for p in self._earlier:
+                p.grad = None
             if engine.spec.mesh.world_size > 1 and not engine.unsharded.unavailable():
                 model.set_reshard_after_backward(False)
         return super().forward_one_chunk(*args, **kwargs)
@@ -152,8 +157,15 @@ class PipelineStage(TorchStage):
 
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
         """Divide the reduced gradients, which are there already, by ``grad_scale_factor``; not in evaluations."""
-        if grad_scale_factor != 1 and self.has_backward:
+        if self.has_backward:
             self.scale_grads(grad_scale_factor)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients of a step, and add them to those of earlier ones, which torch would divide again."""
+        super().scale_grads(grad_scale_factor)
+        for p, grad in self._earlier.items():
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
+        self._earlier = {}
 
     def _finalize(self) -> None:
         model: Any = self.submod

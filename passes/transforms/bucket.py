@@ -320,9 +320,11 @@ def _of_batch(graph: Graph, grad: fx.Node, p: ParameterSpec, context: PassContex
 
 
 def is_unsynced(p: ParameterSpec, context: PassContext) -> bool:
-    """Say whether a gradient is kept as it is; where nothing is sharded, the replicas are all it is reduced over."""
+    """Say whether a gradient is kept as it is; where nothing is sharded, the replicas are all it is reduced over. One
+    that no other rank has a part of needs no reduction, and is not kept."""
     settings = context.settings
-    return p.unit in settings.unsynced or (p.world_size == 1 and p.unit in settings.unreplicated)
+    kept = p.unit in settings.unsynced or (p.world_size == 1 and p.unit in settings.unreplicated)
+    return kept and p.mesh.ranks > 1
 
 
 def is_unreplicated(p: ParameterSpec, context: PassContext) -> bool:
