@@ -83,8 +83,8 @@ class Prefetch(GraphPass):
         recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
         given = context.settings.reductions_in_flight or self.reductions_in_flight
         in_flight = given or reductions_under_way(reductions, recomputes, room_of(context))
-        # An optimizer that steps in backward frees shards of gradients behind their waits.
-        over_replicas = given or (2 if context.settings.stepped else None)
+        now = context.settings  # what comes behind a wait is not to come at the end
+        over_replicas = given or (2 if now.stepped or now.over_groups or now.hooked else None)
         defer_reductions(graph, reductions, in_flight, 0 if given else len(graph.delayed), over_replicas)
         _hoist_waits(graph, readers, within_budget=self.budget is not None)
         context.plan.keep(graph)
