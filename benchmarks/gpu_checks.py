@@ -41,6 +41,8 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("A", "B", "C")
+# Of ``device_checks``, in the order in which what they check is wanted.
+FILES = ("correctness", "host_waits", "processes", "features", "one_rank", "several_ranks", "speed", "triton_kernels")
 PART_SECONDS = 9 * 60
 AT_A_TIME = {"A": 4, "B": 1, "C": 1}  # on an accelerator; at most one for four cores
 MARK = "RESULT "
@@ -104,7 +106,7 @@ def on_device(device: str, host: Any) -> contextlib.AbstractContextManager[Any]:
 
 def load_checks() -> None:
     """Import the files of checks, which registers them."""
-    for name in ("correctness", "processes", "features", "one_rank", "several_ranks", "speed", "triton_kernels"):
+    for name in FILES:
         importlib.import_module(f"device_checks.{name}")
 
 

@@ -141,7 +141,7 @@ class Frame:
     def close(self, error: BaseException | None = None) -> None:
         """End the run, which may have raised ``error``; nothing that fails here hides that. What is still under way may
         write into the run's buffers, so it is waited for first. After an interrupt, or an error that puts ranks out of
-        step, it is not, as other ranks may not take part; what collectives use is then held for them (``UnderWay``)."""
+        step, it is not, as other ranks may not take part; what is under way then holds what it uses (``OnStream``)."""
         ends = error is None or (isinstance(error, Exception) and not isinstance(error, OUT_OF_STEP))
         try:
             with contextlib.suppress(*(OUT_OF_STEP if error is not None else ())):

@@ -222,7 +222,9 @@ class AbsentGradients:
         """Start the all-reduce that finds the gradients which no rank has. Call what is returned on all ranks: it
         waits, and returns them; only on a rank that lacks some does it read the device."""
         lacks = {i for i in self._agreed if i in lacking and not self._is_kept(i)}
-        has = torch.tensor([i not in lacks for i in self._agreed], dtype=torch.uint8, device=self.device)
+        has = torch.ones(len(self._agreed), dtype=torch.uint8, device=self.device)  # the host waits for no copy
+        for place in (place for place, i in enumerate(self._agreed) if i in lacks):
+            has[place] = 0
 
         def start(group: str) -> Any:
             return dist.all_reduce(has, dist.ReduceOp.MAX, group=compat.resolve_group(group), async_op=True)

@@ -74,18 +74,18 @@ root kept 2 768
 blocks.1 gather 4 4,608
 root reduce 2 136
 blocks.0 gather 4 4,608
-blocks.1 reduce 4 1,072
 root replicate 2 136
-blocks.0 reduce 4 1,072
+blocks.1 reduce 4 1,072
 blocks.1 replicate 4 1,072
+blocks.0 reduce 4 1,072
 blocks.0 replicate 4 1,072""",
     )
     assert_expected_inline(
         sequence(report.backward),
         """\
-gather_blocks_1 free_root reduce_root full_blocks_1 gather_blocks_0 free_blocks_1 reduce_blocks_1 full_blocks_0
-free_blocks_0 reduced_root replicate_root reduce_blocks_0 reduced_blocks_1 replicate_blocks_1 replicated_root
-reduced_blocks_0 replicate_blocks_0 replicated_blocks_1 replicated_blocks_0""",
+gather_blocks_1 free_root reduce_root full_blocks_1 gather_blocks_0 free_blocks_1 reduced_root replicate_root
+reduce_blocks_1 full_blocks_0 free_blocks_0 reduced_blocks_1 replicate_blocks_1 reduce_blocks_0 reduced_blocks_0
+replicate_blocks_0 replicated_root replicated_blocks_1 replicated_blocks_0""",
     )
 
 

@@ -122,7 +122,7 @@ MISTAKES: list[Any] = [
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_the_verifier_names_the_mistake(mistake: Any) -> None:
-    pipeline = default_pipeline().insert_after(mistake.after, mistake())
+    pipeline = default_pipeline(reductions_in_flight=2).insert_after(mistake.after, mistake())
     model = graph_fsdp.compile(MLP(), mesh_of(2, 4), backend="eager", passes=pipeline)
     with pytest.raises(VerificationError) as raised:
         model(torch.ones(4, 16))

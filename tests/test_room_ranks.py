@@ -51,10 +51,11 @@ def in_flight(shape: tuple[int, ...], filled: int, first: int) -> list[str]:
     return [str(summary).removeprefix("gathers auto ahead, ") for summary in summaries]
 
 
-@pytest.mark.parametrize(("shape", "filled", "first"), [((2,), 1, 0), ((2, 2), 0, 1), ((2, 2), 1, 1)])
+@pytest.mark.parametrize(("shape", "filled", "first"), [((2,), 1, 0), ((2,), 0, 1), ((2, 2), 1, 1)])
 def test_ranks_with_and_without_room_train_as_one_process(shape: tuple[int, ...], filled: int, first: int) -> None:
     """Whichever of them decides the order of collectives."""
     said = run_ranks(in_flight, 2 ** len(shape), shape, filled, first)
+    many = 2 if len(shape) == 1 else 1  # with replicas, the wait for a reduction starts the next stage
     assert [of_rank[-1] for of_rank in said] == [
-        f"at most {1 if rank == filled else 2} reductions in flight" for rank in range(2 ** len(shape))
+        f"at most {1 if rank == filled else many} reductions in flight" for rank in range(2 ** len(shape))
     ]

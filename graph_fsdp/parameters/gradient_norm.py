@@ -56,10 +56,11 @@ def _total_norm(parts: Sequence[Tensor], groups: Sequence[tuple[str, ...]], norm
     largest = math.isinf(norm_type)
     norms = torch.stack([torch.nn.utils.get_total_norm(members, norm_type) for members in together.values()])
     exact = norms.to(torch.promote_types(norms.dtype, torch.float32))  # a square overflows float16
-    totals = exact if largest else exact**norm_type
+    # Of the host: a mask on the device would have the host wait for the number of its elements.
+    totals = list((exact if largest else exact**norm_type).unbind())
     for group in dict.fromkeys(name for names in together for name in names):
-        sharded = torch.tensor([group in names for names in together], device=totals.device)
-        found = totals[sharded]
+        sharded = [place for place, names in enumerate(together) if group in names]
+        found = torch.stack([totals[place] for place in sharded])
         if largest:  # of a NaN and a number, a process group takes either for the larger one
             found = torch.stack([found.nan_to_num(math.inf, math.inf), found.isnan().to(found.dtype)])
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -67,8 +68,10 @@ def _total_norm(parts: Sequence[Tensor], groups: Sequence[tuple[str, ...]], norm
         lockstep.finish(work, found.device)
         if largest:
             found = found[0].masked_fill(found[1] > 0, math.nan)
-        totals = totals.masked_scatter(sharded, found)
-    return totals.max() if largest else totals.sum() ** (1.0 / norm_type)
+        for place, total in zip(sharded, found.unbind(), strict=True):
+            totals[place] = total
+    of_all = torch.stack(totals)
+    return of_all.max() if largest else of_all.sum() ** (1.0 / norm_type)
 
 
 def groups_sharding(tensor: Tensor) -> tuple[str, ...]:

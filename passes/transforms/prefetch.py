@@ -83,7 +83,9 @@ class Prefetch(GraphPass):
         recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
         given = context.settings.reductions_in_flight or self.reductions_in_flight
         in_flight = given or reductions_under_way(reductions, recomputes, room_of(context))
-        defer_reductions(graph, reductions, in_flight, 0 if given else len(graph.delayed))
+        now = context.settings  # what comes behind a wait is not to come at the end
+        over_replicas = given or (2 if now.stepped or now.over_groups or now.hooked else None)
+        defer_reductions(graph, reductions, in_flight, 0 if given else len(graph.delayed), over_replicas)
         _hoist_waits(graph, readers, within_budget=self.budget is not None)
         context.plan.keep(graph)
         place_copies(graph)
@@ -254,18 +256,28 @@ def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None)
 def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool, room: Room = NO_ROOM) -> int:
     """Return how many reductions may be under way at once where nobody has said: one where full gradients are most of
     what backward holds, because activations are recomputed or gradients are copied into a wider type, unless those of
-    each reduction fit into the ``room``; else two."""
+    each reduction fit into the ``room``; one where the wait for it starts the next stage, over replicas; else two."""
     given = list(map(arguments, starts))
     widens = any(grad.meta["val"].dtype.itemsize < each.dtype.itemsize for each in given for grad in each.grads)
     sent = (sum(grad.meta["val"].numel() for grad in each.grads) * each.dtype.itemsize for each in given)
-    return 1 if (recomputes_activations or widens) and not room.has(max(sent, default=0)) else 2
+    is_large = (recomputes_activations or widens) and not room.has(max(sent, default=0))
+    return 1 if is_large or _again(starts) else 2
 
 
-def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int, delayed: int = 0) -> None:
+def _again(starts: list[fx.Node]) -> list[fx.Node]:
+    """Return the starts over replicas that follow these."""
+    users = [user for start in starts for user in wait_of(start).users]
+    return [user for user in users if has_role(user, Role.REPLICATE_START)]
+
+
+def defer_reductions(
+    graph: Graph, starts: list[fx.Node], in_flight: int, delayed: int = 0, over_replicas: int | None = None
+) -> None:
     """Start reductions in the order given, and wait for them as late as ``in_flight`` of them allow. Linear. The last
     ``delayed`` have nothing behind them that a wait would make room for: they and the one before end the graph.
 
-    The second stages keep that order too: the sequence of all collectives follows from it.
+    The second stages keep that order too: the sequence of all collectives follows from it. ``over_replicas`` of them
+    may be under way at once, or with None all of them: what they hold are the gradients' shards, which no wait frees.
     """
     for start in starts:
         _start_behind_fusible(start)
@@ -280,8 +292,8 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int, delaye
             positions[start] = positions[latest]
         latest = start
     _defer_waits(graph, starts, in_flight, delayed + 1 if delayed else 0)
-    reduced = [user for start in starts for user in wait_of(start).users]
-    _defer_waits(graph, [user for user in reduced if has_role(user, Role.REPLICATE_START)], in_flight)
+    again = _again(starts)
+    _defer_waits(graph, again, len(again) if over_replicas is None else over_replicas)
 
 
 def _start_behind_fusible(start: fx.Node) -> None:

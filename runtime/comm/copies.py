@@ -68,13 +68,16 @@ def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.
         return Copy(whole, lambda: None)
     stream = streams.stream_of(device, use)
     stream.wait_stream(torch.accelerator.current_stream(device))
+    held = streams.OnStream(stream, [value for pair in pairs for value in pair if not value.is_cpu])
     with stream:
         for part, source in pairs:
             part.copy_(source, non_blocking=True)
     event = stream.record_event()
-    if use != "offload":
-        # The device's current stream waits, and the host does not.
-        return Copy(whole, lambda: torch.accelerator.current_stream(device).wait_event(event), event)
-    for _, source in pairs:  # it is dropped now, and its memory used again when the copy is done
-        source.record_stream(stream)
-    return Copy(whole, event.synchronize, event)
+    if use == "offload":  # what is held is dropped now, and its memory used again when the copy is done
+        return Copy(whole, event.synchronize, event)
+
+    def finish() -> None:
+        torch.accelerator.current_stream(device).wait_event(event)  # and the host does not wait
+        held.tensors = ()
+
+    return Copy(whole, finish, event)

@@ -7,8 +7,8 @@ processors as long as the compute stream has kernels to start. So collectives ha
 There ``async_op=False`` runs them; each comes after what the current stream has queued, and the wait makes the current
 stream wait for its event, and not the host. Models on one device share the streams.
 
-Process groups then keep no tensors. They live here until the wait; where nobody waits (a start that raised, a run that
-was interrupted), the allocator is told that the stream uses their memory.
+Process groups then keep no tensors. They live here until the wait, as do those of copies; where nobody waits (a start
+that raised, a run that was interrupted), the allocator is told that the stream uses their memory.
 
 gloo has no streams: the host waits for its collectives, whatever device their tensors are on.
 """
@@ -37,15 +37,27 @@ def stream_of(device: torch.device, use: Collective | Copy) -> torch.Stream:
     return torch.Stream(device, priority=0 if use in ("activations", "fetch", "offload") else _HIGH)
 
 
-class UnderWay:
+class OnStream:
+    """Holds ``tensors`` of a device that ``stream`` uses, until somebody has waited for it and empties them."""
+
+    def __init__(self, stream: torch.Stream | None, tensors: Sequence[Tensor]) -> None:
+        self.stream, self.tensors = stream, tensors
+
+    def __del__(self) -> None:
+        if self.stream is not None:
+            for tensor in self.tensors:
+                tensor.record_stream(self.stream)
+
+
+class UnderWay(OnStream):
     """Is one collective, or several that are waited for together. ``start`` is called with ``async_op``, and returns
     what else to wait for, with None for nothing; it may read and write ``tensors``, and no memory of others."""
 
     def __init__(
         self, use: Collective, group: dist.ProcessGroup, tensors: Sequence[Tensor], start: Callable[[bool], list[Any]]
     ) -> None:
-        self.tensors, self.device = tensors, tensors[0].device
-        self.stream: torch.Stream | None = None
+        super().__init__(None, tensors)
+        self.device = tensors[0].device
         if tensors[0].is_cpu or compat.uses_gloo(group, self.device):
             self.works = start(True)
             return
@@ -60,8 +72,3 @@ class UnderWay:
             if work is not None:
                 lockstep.finish(work, self.device)
         self.tensors = ()
-
-    def __del__(self) -> None:
-        if self.stream is not None:
-            for tensor in self.tensors:
-                tensor.record_stream(self.stream)

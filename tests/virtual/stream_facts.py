@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -39,9 +39,11 @@ import graph_fsdp
 from graph_fsdp.compat import reduce_scatter_single
 from graph_fsdp.parameters.host_memory import pinned_nbytes
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
+from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.report.report import engine_of
-from graph_fsdp.runtime.comm import collectives
+from graph_fsdp.runtime.comm import collectives, copies
 from graph_fsdp.runtime.comm.collectives import Comms
+from graph_fsdp.runtime.comm.copies import Copy
 
 
 def launched(machine: Machine, kind: str) -> list[Operation]:
@@ -156,12 +158,37 @@ def memory_of_collectives_that_nobody_waits_for_is_not_given_away() -> None:
         return machine.take_races()
 
     nothing_told = wrong(
-        "", "runtime.comm.streams:UnderWay.__del__", "tensor.record_stream(self.stream)", "pass"
+        "", "runtime.comm.streams:OnStream.__del__", "tensor.record_stream(self.stream)", "pass"
     ).active()
     with Machine("h100") as machine, strict(), virtual_group(RANKS, LINK) as group:
         assert not races(group)
         with nothing_told:
             assert {race.first.operator for race in races(group)} == {"reduce_scatter"}
+
+
+def memory_of_copies_that_nobody_waits_for_is_not_given_away() -> None:
+    """As where a forward with offloaded parameters or activations is interrupted, or a start itself."""
+
+    def starts() -> Iterator[Copy]:
+        layout = GatherLayout.make([0, 8], [8, 8], 16, RANKS, [0, 16])
+        yield copies.start_fetch([torch.ones(8, pin_memory=True) for _ in range(2)], layout, device)
+        yield copies.start_offload([torch.ones(8, device=device)], pin_memory=True)
+        yield copies.offload_activation(torch.ones(8, device=device))
+        yield copies.reload_activation(torch.ones(8, pin_memory=True), device)
+
+    def interrupted(self: Machine, *given: Any) -> None:
+        launch(self, *given)
+        raise KeyboardInterrupt
+
+    launch = Machine.launch
+    with Machine("h100"):  # which raises where it finds a race
+        device = torch.device("virtual", 0)
+        for copy in starts():
+            del copy
+            torch.empty(8, device=device)
+        with mock.patch.object(Machine, "launch", interrupted), contextlib.suppress(KeyboardInterrupt):
+            next(starts())
+        torch.empty(8, device=device)
 
 
 def ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes() -> None:
@@ -200,13 +227,40 @@ def gathers_of_a_step_run_beside_its_kernels() -> None:
     assert "foreach" in before[-1].operator, "the update of the first"
 
 
+class TwoOutputs(MLP):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.blocks[0](x)
+
+
+def a_clipped_step_of_two_outputs_does_not_wait_for_the_device() -> None:
+    """Of a gradient that one of the outputs has not, ranks agree whether any rank has it."""
+
+    def run(device: str) -> None:
+        training = Training(ours, functools.partial(TwoOutputs, 1), rows, device)
+        model: Any = training.model
+        x = training.batch()
+        for _ in range(2):
+            torch.accelerator.synchronize()
+            before = machine.clocks.host.seconds
+            sum(y.square().mean() for y in model(x)).backward()  # type: ignore[union-attr]
+            model.clip_grad_norm_(0.1)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        assert machine.clocks.host.seconds == before, "launching takes no time there"
+
+    machine = Machine("h100")
+    on_virtual(machine, run)
+
+
 FOUND = (
+    a_clipped_step_of_two_outputs_does_not_wait_for_the_device,
     collectives_run_on_streams_of_high_priority,
     messages_are_launched_together,
     registered_memory_is_gathered_into_and_not_copied,
     symmetric_slots_are_exchanged_once_and_gathered_into_without_a_copy,
     custom_collectives_are_called_on_our_streams,
     memory_of_collectives_that_nobody_waits_for_is_not_given_away,
+    memory_of_copies_that_nobody_waits_for_is_not_given_away,
     ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes,
     gathers_of_a_step_run_beside_its_kernels,
 )
