@@ -156,7 +156,11 @@ def writes_to_a_parameter_are_told_and_lost_as_with_fsdp2() -> None:
         m.first.weight.data.mul_(0.5)
         return m.second(m.first(x))
 
-    for forward in (halves, halves_data):
+    def assigns_data(m: Two, x: Tensor) -> Tensor:
+        m.first.weight.data = m.first.weight.data * 0.5  # as MoCo's momentum encoder is written
+        return m.second(m.first(x))
+
+    for forward in (halves, halves_data, assigns_data):
         torch.manual_seed(0)
         plain = Two(forward)
         model, sharded = graph_fsdp.compile(copy.deepcopy(plain), backend="eager"), fully_shard(copy.deepcopy(plain))

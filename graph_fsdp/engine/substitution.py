@@ -68,11 +68,14 @@ def warn_of_writes(module: fx.GraphModule, parameters: Mapping[int, ShardedParam
     ``unknown``: names of those whose versions say something else."""
     values = [v for n in module.graph.nodes if isinstance(v := n.meta.get("example_value"), Tensor)]
     written = {compat.storage_id(v) for v in values if not v.is_inference() and v._version}
-    if not written:
+    # ``parameter.data = …``, which Dynamo takes off the version again.
+    assigned = {n.all_input_nodes[0] for n in module.graph.find_nodes(op="call_function", target=Tensor.set_)}
+    if not written and not assigned:
         return
     inputs = module.graph.find_nodes(op="placeholder")
-    of = {p.spec.name: compat.storage_id(inputs[index].meta["example_value"]) for index, p in parameters.items()}
-    names = [name for name, storage in of.items() if storage in written and name not in unknown]
+    of = {p.spec.name: inputs[index] for index, p in parameters.items() if p.spec.name not in unknown}
+    storages = {name: compat.storage_id(node.meta["example_value"]) for name, node in of.items()}
+    names = [name for name, node in of.items() if node in assigned or storages[name] in written]
     if names:
         warnings.warn(
             f"the forward writes to {', '.join(map(repr, names))} in place. It has a gathered copy of a parameter, as "
