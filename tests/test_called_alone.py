@@ -52,6 +52,21 @@ def test_it_is_no_unit_and_has_the_name_of_its_class() -> None:
     assert type(model.blocks[0].up) is nn.Linear, "of a unit"
 
 
+def test_a_function_that_is_applied_sees_its_own_class() -> None:
+    model: Any = compiled()
+    seen = []
+
+    def see(module: nn.Module) -> None:
+        if type(module) is nn.Linear:
+            seen.append(module)
+
+    assert model.apply(see) is model
+    assert seen == [module for module in model.modules() if isinstance(module, nn.Linear)]
+    with pytest.raises(ValueError, match="no"):
+        model.apply(lambda module: (_ for _ in ()).throw(ValueError("no")))
+    model.head(torch.randn(4, 16))
+
+
 def test_what_is_copied_or_saved_is_of_its_own_class() -> None:
     head = compiled().head
     file = io.BytesIO()

@@ -143,9 +143,7 @@ reduce_root = reduce_scatter_start([embed.{weight: mm, bias: sum}], float32, wor
 @pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy()])
 def test_gradients_that_need_no_reduction_are_not_kept(fake_group: None, policy: OffloadPolicy) -> None:
     mesh, own = meshes(1, 8)
-    model = ours(
-        MoE(8, WIDTH, layers=1).distribute(own["ep"]), mesh, {Experts: own["efsdp"]}, offload_policy=policy
-    )
+    model = ours(MoE(8, WIDTH, layers=1).distribute(own["ep"]), mesh, {Experts: own["efsdp"]}, offload_policy=policy)
     with model.no_sync():
         model(tokens(0)).sum().backward()
     given = [name for name, p in model.named_parameters() if p.grad is not None]

@@ -58,8 +58,12 @@ class CallableAlone:
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)
         state = {name: value for name, value in made[2].items() if name != "_graph_fsdp_called"}
-        kinds = type(self).__mro__
-        return object.__new__, (kinds[kinds.index(CallableAlone) + 1],), state
+        return object.__new__, (_own_class(self),), state
+
+
+def _own_class(module: Any) -> type:
+    kinds = type(module).__mro__
+    return kinds[kinds.index(CallableAlone) + 1]
 
 
 class _NotStatically(property):
@@ -119,6 +123,18 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
             self._graph_fsdp.storage.after_apply()
             follow_cast(self._graph_fsdp, vars(self)["_graph_fsdp_policies"])
         return found
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Apply ``fn`` to all modules; those in no unit have their own classes meanwhile (``type(m) == nn.Linear``)."""
+        modules = cast(nn.Module, self).modules()
+        alone = {module: type(module) for module in modules if isinstance(module, CallableAlone)}
+        for module in alone:
+            module.__class__ = _own_class(module)
+        try:
+            return self._after_fsdp_module().apply(fn)
+        finally:
+            for module, kind in alone.items():
+                module.__class__ = kind
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         method = self._after_fsdp_module().zero_grad
