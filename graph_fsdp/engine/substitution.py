@@ -68,8 +68,7 @@ def warn_of_writes(module: fx.GraphModule, parameters: Mapping[int, ShardedParam
     ``unknown``: names of those whose versions say something else."""
     values = [v for n in module.graph.nodes if isinstance(v := n.meta.get("example_value"), Tensor)]
     written = {compat.storage_id(v) for v in values if not v.is_inference() and v._version}
-    # ``parameter.data = …``, which Dynamo takes off the version again.
-    assigned = {n.all_input_nodes[0] for n in module.graph.find_nodes(op="call_function", target=Tensor.set_)}
+    assigned = compat.given_data(module.graph)
     if not written and not assigned:
         return
     inputs = module.graph.find_nodes(op="placeholder")

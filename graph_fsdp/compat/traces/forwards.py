@@ -26,6 +26,14 @@ def _fields_of(kind: type) -> tuple[str, ...]:
 fields_of: Any = torch.compiler.assume_constant_result(_fields_of)
 
 
+def given_data(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the values of a graph of Dynamo's whose ``data`` the code assigns. Their versions do not say it."""
+    targets: list[Any] = [torch.Tensor.set_]
+    if hasattr(torch.ops.aten, "shallow_copy_data_"):  # from torch 2.15 on
+        targets.append(torch.ops.aten.shallow_copy_data_)
+    return {n.all_input_nodes[0] for t in targets for n in graph.find_nodes(op="call_function", target=t)}
+
+
 def inputs_given_gradients() -> set[str]:
     """Return the names of those inputs of the graph that Dynamo has just traced whose ``grad`` is set when it has run:
     Dynamo traces a whole ``backward()`` so, where it traces ``torch.autograd.grad``."""
