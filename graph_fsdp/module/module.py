@@ -41,7 +41,7 @@ from graph_fsdp.passes.repeat.segments import WORTH
 from graph_fsdp.units import Unit
 
 
-class Called(NamedTuple):
+class CalledAs(NamedTuple):
     """Is what a module has whose forward runs compiled: the engine, the module's name, and the dtypes, or None, to
     which the forward's inputs and outputs are cast."""
 
@@ -82,7 +82,7 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
 
     _graph_fsdp: Engine
     _graph_fsdp_unit: str  # "" for the model's
-    _graph_fsdp_called: Called
+    _graph_fsdp_called: CalledAs
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the model's own class instead of a compiled model's (indexing into a container does that)."""
@@ -225,12 +225,12 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         registry.has_shards = module in owners
     classes: _Classes = {}
     for module, (name, unit_name) in places.items():
-        called = Called(engine, name, *policies.casts_of(name))
+        called = CalledAs(engine, name, *policies.casts_of(name))
         _let_enter(module, called, f"FSDP{type(module).__name__}", GraphFSDPModule, classes)
         vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=unit_name)
     for name, module in _callable_alone(model, units):
         if module not in places:
-            _let_enter(module, Called(engine, name), type(module).__name__, CallableAlone, classes)
+            _let_enter(module, CalledAs(engine, name), type(module).__name__, CallableAlone, classes)
     counts = Counter(map(type, places))
     engine.equal_layers = compat.EqualLayers(frozenset(kind for kind, number in counts.items() if number >= WORTH))
     vars(model)["_graph_fsdp_policies"] = {name: policies.around(name) for name in engine.spec.parameters}
@@ -238,7 +238,7 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
     engine.structure_of_model = weakref.ref(structure)
 
 
-def _let_enter(module: nn.Module, called: Called, name: str, first: type, classes: _Classes) -> None:
+def _let_enter(module: nn.Module, called: CalledAs, name: str, first: type, classes: _Classes) -> None:
     """Give ``module`` a class of this name, with ``first`` before its own one, whose forward enters compiled code; one
     of ``classes`` where there is one for its own class and forward."""
     cls, forward = type(module), original_forward(module)
