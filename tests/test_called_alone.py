@@ -4,6 +4,7 @@ test_units_ranks.py.)"""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -76,6 +77,21 @@ def test_what_is_copied_or_saved_is_of_its_own_class() -> None:
         assert type(module) is nn.Linear
         assert vars(module).keys() == vars(nn.Linear(1, 1)).keys() | vars(head).keys() - {"_graph_fsdp_called"}
         assert torch.equal(module.weight.to_local(), head.weight.to_local())
+
+
+def test_a_forward_that_was_set_on_a_module_stays_there() -> None:
+    class Doubling(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.forward = functools.partial(doubled, self.head)  # type: ignore[method-assign]
+
+    model: Any = compiled(Doubling)
+    assert type(model.head) is nn.Linear and "forward" in vars(copy.copy(model.head))
+    model(torch.randn(4, 16)).sum().backward()
+
+
+def doubled(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return 2 * nn.functional.linear(x, module.weight, module.bias)
 
 
 def test_parametrized_modules_stay_what_they_are() -> None:

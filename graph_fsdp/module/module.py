@@ -255,12 +255,14 @@ def _let_enter(module: nn.Module, called: CalledAs, name: str, first: type, clas
 
 
 def _callable_alone(model: nn.Module, units: list[Unit]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of the root unit that have parameters, and a forward that is Python, by name."""
+    """Yield the modules of the root unit that have parameters, and a forward that is Python and their class's, by name.
+    A copy of another would be without the forward that was set on it."""
     inside = {m for unit in units for module in unit.modules.values() if module is not model for m in module.modules()}
     for name, module in model.named_modules():
         known = module is model or module in inside
         other = isinstance(module, (torch.jit.ScriptModule, ParametrizationList)) or is_parametrized(module)
-        if not known and not other and type(module).forward is not nn.Module.forward and [*module.parameters()]:
+        of_class = type(module).forward is not nn.Module.forward and "forward" not in vars(module)
+        if of_class and not known and not other and [*module.parameters()]:
             yield name, module
 
 
