@@ -11,14 +11,18 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from facts import Facts
+from launch import run_ranks
 from printed import bucket_table, calls, sequence
 from reference import fsdp2
 from test_extensions import Float8, Wrapped, extended, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import graph_fsdp
+from graph_fsdp import compat
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.report.report import engine_of
 
@@ -120,11 +124,15 @@ def converted(emulate: bool, width: int = 64) -> nn.Sequential:
     return convert_to_float8_training(model, config=config)
 
 
-def losses_and_parameters(model: nn.Module, precompute: bool = False, steps: int = 2) -> list[Tensor]:
+def losses_and_parameters(
+    model: nn.Module, precompute: bool = False, steps: int = 2, rank: int | None = None
+) -> list[Tensor]:
+    """``rank``: whose batches; None: this one's."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(steps):
         loss = model(torch.randn(16, 32, generator=generator)).square().mean()
@@ -189,3 +197,39 @@ root#1 gather 2 1,024 kept""",
 
 
 test_on_two_ranks = FACTS.on(2)
+
+
+# Tensor-parallel ones, on four ranks
+
+
+def tensor_parallel(tp: DeviceMesh) -> nn.Sequential:
+    """A weight by columns and one by rows, each cast to float8 by its data-parallel ranks."""
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    plan = {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()}
+    return parallelize_module(converted(emulate=True), tp, plan)
+
+
+def tensor_parallel_float8_trains_as_with_fsdp2() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data = mesh["dp"]
+
+    def trained(model: nn.Module) -> list[Tensor]:
+        return losses_and_parameters(model, rank=data.get_local_rank())
+
+    model = tensor_parallel(mesh["tp"])
+    for module in (model[0], model[2]):
+        fully_shard(module, mesh=data)
+    expected = trained(fully_shard(model, mesh=data))
+    for options in ({"reshard_after_forward": False}, {"auto_wrap_policy": {nn.Linear}, "reshard_after_forward": True}):
+        torch._dynamo.reset()
+        model = graph_fsdp.compile(tensor_parallel(mesh["tp"]), data, backend="eager", **options)
+        assert all(type(compat.local_part(p)) is Tensor for p in model.parameters())
+        found = trained(model)
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected)), options
+        assert graph_fsdp.inspect(model).collectives["payload_reduce"] == 2
+
+
+@needs_torchao
+def test_tensor_parallel_on_four_ranks() -> None:
+    run_ranks(tensor_parallel_float8_trains_as_with_fsdp2, 4)

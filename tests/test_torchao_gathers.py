@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
@@ -139,9 +140,9 @@ def dequantized(format: str) -> nn.Module:
     return model
 
 
-def mean_gradients(format: str) -> list[Tensor]:
+def mean_gradients(format: str, ranks: int | None = None) -> list[Tensor]:
     found = []
-    for rank in range(dist.get_world_size()):
+    for rank in range(ranks or dist.get_world_size()):
         model = dequantized(format)
         model(batch_of(rank)).square().mean().backward()
         found.append([p.grad for p in model.parameters()])
@@ -200,9 +201,36 @@ def with_replicas() -> None:
             torch.testing.assert_close(p.grad.full_tensor(), expected)
 
 
+def tensor_parallel_with_the_values_of_one_process() -> None:
+    """Blocks of a row are whole on each rank, so MXFP8 has the same scales. A format is given before or behind."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"blocks.0.up": ColwiseParallel(), "blocks.0.down": RowwiseParallel()}
+    x = batch_of(dist.get_rank() // 2)
+    for behind in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = MLP(depth=1, width=WIDTH) if behind else model_of("mxfp8")
+        parallelize_module(model, mesh["tp"], plan)
+        if behind:
+            gather_in(model, "mxfp8")
+        torch._dynamo.reset()
+        graph_fsdp.compile(model, mesh["dp"], backend="eager")
+        out = model(x)
+        torch.testing.assert_close(out, dequantized("mxfp8")(x))
+        out.square().mean().backward()
+        for p, expected in zip(model.parameters(), mean_gradients("mxfp8", ranks=2), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), expected)
+    model = parallelize_module(MLP(depth=1, width=32), mesh["tp"], plan)  # a part of ``down`` has rows of 32
+    gather_in(model, "mxfp8")
+    model = gather_in(MLP(depth=1, width=16), "nvfp4", blocks)
+    parallelize_module(model, mesh["tp"], {"blocks.0.up": RowwiseParallel()})
+    with pytest.raises(ValueError, match="'nvfp4', has rows of 8 elements on this rank"):
+        graph_fsdp.compile(model, mesh["dp"], backend="eager")
+
+
 @pytest.mark.long
-def test_replicas_on_four_ranks() -> None:
-    run_ranks(with_replicas, 4)
+@pytest.mark.parametrize("run", [with_replicas, tensor_parallel_with_the_values_of_one_process])
+def test_on_four_ranks(run: Callable[[], None]) -> None:
+    run_ranks(run, 4)
 
 
 def test_a_model_computes_as_before_until_it_is_compiled() -> None:

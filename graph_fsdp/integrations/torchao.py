@@ -20,9 +20,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.parameters.placements import as_model_uses_it
 
 Model = TypeVar("Model", bound=nn.Module)
 Format = Literal["mxfp8", "nvfp4"]
@@ -82,6 +84,7 @@ class QuantizedGather(Tensor):
         return compat.tree_map_only(Tensor, lambda t: cls(t, formats[0]), found) if func in _WRAPPED else found
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        _check_rows(self.data_, f"a weight of gather_in, {self.format!r},", self.format)
         return FORMATS[self.format].quantize(self.data_, mesh)
 
     def fsdp_post_all_gather(
@@ -162,7 +165,8 @@ def gather_in(model: Model, format: Format, module_filter_fn: Callable[[nn.Modul
         ImportError: torchao is not installed, or has none of these functions.
         ValueError: there is no such format, no weight of it, or a weight whose rows are no whole blocks of 32 (mxfp8)
             or 16 (nvfp4) elements.
-        UnsupportedError: a weight is neither float32 nor bfloat16, on the meta device, or a tensor subclass already.
+        UnsupportedError: a weight is neither float32 nor bfloat16, on the meta device, or a tensor subclass already;
+            tensor-parallel ones (DTensors) have these parts on each rank.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be {' or '.join(map(repr, FORMATS))}, got {format!r}")
@@ -175,7 +179,7 @@ def gather_in(model: Model, format: Format, module_filter_fn: Callable[[nn.Modul
             found.append(p)
     if not found:
         raise ValueError("module_filter_fn: no nn.Linear of the model is left, so nothing would change")
-    made = {p: nn.Parameter(QuantizedGather(p.detach(), format), requires_grad=p.requires_grad) for p in found}
+    made = {p: nn.Parameter(_extended(p, format), requires_grad=p.requires_grad) for p in found}
     for module in model.modules():  # also where a weight is tied
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in made:
@@ -193,11 +197,16 @@ def _check_torchao() -> None:
         ) from error
 
 
-def _check_weight(p: nn.Parameter, name: str, format: Format) -> None:
-    block = FORMATS[format].block
-    if type(p) is not nn.Parameter:
+def _extended(p: nn.Parameter, format: str) -> Tensor:
+    extended = QuantizedGather(compat.local_part(p).detach(), format)
+    return as_model_uses_it(p)(extended) if isinstance(p, DTensor) else extended
+
+
+def _check_weight(p: nn.Parameter, name: str, format: str) -> None:
+    part = compat.local_part(p)
+    if type(part) not in (Tensor, nn.Parameter):
         raise UnsupportedError(
-            f"parameter {name!r} is a {type(p).__name__} already; leave its module out by module_filter_fn"
+            f"parameter {name!r} is a {type(part).__name__} already; leave its module out by module_filter_fn"
         )
     if p.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedError(
@@ -205,8 +214,13 @@ def _check_weight(p: nn.Parameter, name: str, format: Format) -> None:
         )
     if p.is_meta:
         raise UnsupportedError(f"parameter {name!r} is on the meta device; give it values before gather_in")
-    if p.shape[-1] % block:
+    _check_rows(part, f"parameter {name!r}", format)
+
+
+def _check_rows(part: Tensor, said: str, format: str) -> None:
+    block = FORMATS[format].block
+    if part.shape[-1] % block:
         raise ValueError(
-            f"parameter {name!r} has rows of {p.shape[-1]} elements, and a scale of {format} is for {block} of a row; "
-            "leave its module out by module_filter_fn"
+            f"{said} has rows of {part.shape[-1]} elements on this rank, and a scale of {format} is for {block} of a "
+            "row; leave its module out by module_filter_fn"
         )

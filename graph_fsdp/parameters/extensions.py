@@ -5,7 +5,8 @@ they must do the same at every call, on every rank. They may communicate by an a
 in no other way. Shards themselves are plain tensors, for optimizers and checkpoints.
 
 What ``fsdp_post_all_gather`` makes may be a tensor subclass (torchao's float8 training tensor is one). Dynamo, and
-Python code of the model, see a plain parameter; AOTAutograd traces the subclass's operators.
+Python code of the model, see a plain parameter; AOTAutograd traces the subclass's operators. Of a tensor-parallel
+parameter all of this holds for each rank's part, of which the graph makes a DTensor.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.parameters.placements import as_model_uses_it
 from graph_fsdp.parameters.sharded import Owners
 from graph_fsdp.passes.ir.dialect import gather_param, reduce_grad, reduce_payloads
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, named_buckets, unit_runs
@@ -30,21 +33,33 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(parameter: Tensor) -> bool:
-    return hasattr(parameter, _PRE) or hasattr(parameter, _POST)
+    """Say whether a parameter, or this rank's part of a tensor-parallel one, is a tensor extension."""
+    part = compat.local_part(parameter)
+    return hasattr(part, _PRE) or hasattr(part, _POST)
 
 
-def plain(parameter: Any) -> nn.Parameter:
-    """Return a parameter of the tensor that an extended one wraps; the same memory."""
-    (attribute,), _ = parameter.__tensor_flatten__()
-    return nn.Parameter(getattr(parameter, attribute).detach(), requires_grad=parameter.requires_grad)
+def plain(parameter: Tensor) -> nn.Parameter:
+    """Return a parameter of the tensor that an extended one wraps, a DTensor if it is one; the same memory."""
+    part: Any = compat.local_part(parameter)
+    (attribute,), _ = part.__tensor_flatten__()
+    value = getattr(part, attribute).detach()
+    if isinstance(parameter, DTensor):
+        value = as_model_uses_it(parameter)(value)
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
 def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) -> None:
     """Refuse extended parameters that cannot be gathered, or not with an option. ``unsupported``: option → is set."""
-    for p, (name, *_) in names.items():
-        if not is_extended(p):
-            continue
+    for parameter, (name, *_) in names.items():
+        p: Any = compat.local_part(parameter)
         what = f"parameter {name!r} is a {type(p).__name__}"
+        if not is_extended(p):
+            if isinstance(parameter, DTensor) and hasattr(p, "__tensor_flatten__"):
+                raise UnsupportedError(
+                    f"{what} on each rank of tensor parallelism; give it {_PRE} and {_POST}, make its parts plain "
+                    "tensors, or leave the tensor parallelism out"
+                )
+            continue
         if not (hasattr(p, _PRE) and hasattr(p, _POST)):
             raise ValueError(f"{what}, which has one of {_PRE} and {_POST}; define both")
         if len(inspect.signature(getattr(p, _PRE)).parameters) not in (1, 5):
@@ -54,7 +69,7 @@ def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) 
             )
         if not hasattr(p, "__tensor_flatten__"):
             raise UnsupportedError(f"{what} without __tensor_flatten__ and __tensor_unflatten__; define both")
-        unflatten = inspect.signature(p.__tensor_unflatten__)  # type: ignore[attr-defined]
+        unflatten = inspect.signature(p.__tensor_unflatten__)
         try:
             unflatten.bind({}, None, (), ())
         except TypeError:
@@ -81,15 +96,16 @@ class ExtendedGather(nn.Module):
     def __init__(
         self,
         p: ParameterSpec,
-        parameter: Any,
+        parameter: Tensor,
         owner: nn.Module,
         mesh: DataParallelMesh | None,
         policy: MixedPrecisionPolicy,
     ) -> None:
         super().__init__()
         self.spec, self.policy = p, policy
-        (self.attribute,), self.context = parameter.__tensor_flatten__()
-        self.subclass = type(parameter)
+        part: Any = compat.local_part(parameter)
+        (self.attribute,), self.context = part.__tensor_flatten__()
+        self.subclass = type(part)
         # Not as submodules: the graph has their parameters as inputs of its own.
         self.__dict__["outside"] = (owner, _mesh_of_shards(mesh))
         self.payloads: tuple[ParameterSpec, ...] = ()

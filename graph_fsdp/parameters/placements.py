@@ -127,13 +127,6 @@ def check_tensor_parallel(
             raise UnsupportedError(
                 f"{described}; only DTensors on one or two dimensions that are not partial can be sharded"
             )
-        part = compat.local_part(p)
-        if hasattr(part, "__tensor_flatten__"):
-            raise UnsupportedError(
-                f"{described}, and each rank's part a {type(part).__name__}; a tensor-parallel parameter must have "
-                "plain parts: leave out what makes that of it (torchao: enable_fsdp_float8_all_gather, gather_in), or "
-                "the tensor parallelism"
-            )
         if p.is_meta:
             raise UnsupportedError(f"{described}, and on the meta device; give it values before graph_fsdp.compile")
         if not fullgraph:
