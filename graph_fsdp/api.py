@@ -168,9 +168,10 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     owners = {name: owners_of(model, names[p]) for name, p in originals.items()}
     spec, extensions = extend(spec, originals, owners, ranks, policies.around, place.device)
-    originals |= {name: plain(originals[name]) for name in extensions}  # nothing of the model refers to them yet
-    originals |= {name: quantized.sharded for name, quantized in place.quantized.items()}
-    storage = place.storage(spec, originals, owners, place.mesh, place.device)
+    shown = originals | {name: plain(originals[name]) for name in extensions}  # nothing of the model refers to them yet
+    shown |= {name: quantized.sharded for name, quantized in place.quantized.items()}
+    storage = place.storage(spec, shown, owners, place.mesh, place.device)
+    storage.by_original = {id(p): storage.parameters[name] for name, p in originals.items()}
     for quantized in place.quantized.values():
         quantized.put_into(storage)
     if storage.has_memory:

@@ -87,7 +87,7 @@ def place_on_ranks(
         offload_policy=options.offloads,
         reshard_after_forward_as_a_number=options.reshards_to_groups,
         regions_whole=options.regions == "whole",
-        **of_no_plain_parameters,
+        shard_placement_fn=options.shard_placement_fn is not None,
     )
     placements, meshes = asked_placements(options.shard_placement_fn, names, ignored)
     given = find_meshes(options.meshes, model, names, ignored)

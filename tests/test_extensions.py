@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from launch import run_ranks
 from models import MLP
 from printed import bucket_tables, stage_text
 from reference import fsdp2
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -244,6 +247,42 @@ def shards_are_plain_and_evaluation_works() -> None:
         assert torch.equal(evaluated, fsdp2(extended(Int8Rows))(x))
 
 
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [p.full_tensor() for p in model.parameters()]
+
+
+@FACTS
+def values_come_from_an_initialisation_files_or_the_first_rank() -> None:
+    """A weight on the meta device is initialised as a plain one."""
+    torch.manual_seed(0)
+    plain = MLP()
+    expected = [p.detach() for p in plain.parameters()]
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    file = Path(str(folder[0])) / "model.safetensors"
+    if dist.get_rank() == 0:
+        save_file(plain.state_dict(), file)
+    dist.barrier()
+    for options in ({}, {"checkpoint": file}, {"sync_module_states": True}):
+        model = extended(Float8)
+        if dist.get_rank() or not options.get("sync_module_states"):
+            for module in model.modules():
+                for name, p in list(module.named_parameters(recurse=False)):
+                    inner = getattr(p, "_data", p).detach().to("meta")
+                    setattr(module, name, nn.Parameter(Float8(inner) if isinstance(p, Float8) else inner))
+        torch.manual_seed(0)
+        found = values_of(graph_fsdp.compile(model, backend="eager", **options))
+        assert all(map(torch.equal, found, expected)), options
+        assert len(train(model, steps=1)) == 1 + len(expected)
+        torch._dynamo.reset()
+    with torch.no_grad():
+        model = extended(Float8)
+        for p in model.parameters():
+            p.zero_()
+    found = values_of(graph_fsdp.compile(model, backend="eager", checkpoint=file))
+    assert all(map(torch.equal, found, expected)), "values that were there give way"
+
+
 def with_inductor_numbers_are_close() -> None:
     torch.set_num_threads(1)
     found = train(compiled(Int8Rows, backend="inductor"), steps=1)
@@ -341,7 +380,7 @@ REFUSED: list[tuple[type[Wrapped], dict[str, Any], type[Exception], str]] = [
     ),
     (OfWrongDtype, {}, ValueError, "makes torch.float8_e4m3fn"),
     (Float8, {"offload_policy": CPUOffloadPolicy()}, UnsupportedError, "not available with offload_policy"),
-    (Float8, {"sync_module_states": True}, UnsupportedError, "not available with sync_module_states"),
+    (Float8, {"shard_placement_fn": lambda p: None}, UnsupportedError, "not available with shard_placement_fn"),
     (Float8, {"reshard_after_forward": 2}, UnsupportedError, "reshard_after_forward_as_a_number"),
     (Float8, {"backend": "inductor", "regions": "whole"}, UnsupportedError, "not available with regions_whole"),
 ]

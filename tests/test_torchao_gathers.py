@@ -253,6 +253,16 @@ def test_a_model_computes_as_before_until_it_is_compiled() -> None:
         torch._dynamo.reset()
 
 
+def test_a_model_on_the_meta_device_is_initialised_as_without_a_format() -> None:
+    torch.manual_seed(0)
+    plain, x = MLP(depth=1, width=WIDTH), batch_of(0)
+    on_meta = model_of("nvfp4").to("meta")
+    torch.manual_seed(0)
+    model = graph_fsdp.compile(on_meta, backend="eager")
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert torch.equal(model(x), dequantized("nvfp4")(x))
+
+
 def test_tied_weights_stay_tied() -> None:
     model = nn.Sequential(nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32, bias=False))
     model[1].weight = model[0].weight
@@ -269,7 +279,6 @@ def test_tied_weights_stay_tied() -> None:
         (lambda: MLP(), "mxfp4", ValueError, "format must be 'mxfp8' or 'nvfp4', got 'mxfp4'"),
         (lambda: MLP(width=16), "mxfp8", ValueError, r"'blocks.0.up.weight' has rows of 16 elements.* 32 of a row"),
         (lambda: MLP(width=64).half(), "nvfp4", UnsupportedError, "is torch.float16, of which torchao makes no nvfp4"),
-        (lambda: MLP(width=64).to("meta"), "nvfp4", UnsupportedError, "on the meta device"),
         (lambda: model_of("mxfp8"), "nvfp4", UnsupportedError, "is a QuantizedGather already"),
         (lambda: nn.Sequential(nn.ReLU()), "mxfp8", ValueError, r"no nn.Linear of the model is left"),
     ],

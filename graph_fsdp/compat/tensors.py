@@ -110,6 +110,14 @@ def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange all of two tensors but their Python objects; of two DTensors their parts on this rank too."""
+    swap(one, other)
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        one._local_tensor, other._local_tensor = other._local_tensor, one._local_tensor
+        one._spec, other._spec = other._spec, one._spec
+
+
 def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
     """Make a DTensor parameter what another DTensor is (memory, dtype, placements); references to it stay valid."""
     assert isinstance(parameter, DTensor) and isinstance(other, DTensor)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import MetaDeviceError
@@ -21,6 +22,7 @@ from graph_fsdp.initialise.materialise import ParamInitFn, Piece, find_pieces, m
 from graph_fsdp.initialise.safetensors_files import SafetensorsFiles
 from graph_fsdp.initialise.state_keys import Matched
 from graph_fsdp.mesh import START_TIMEOUT_SECONDS, DataParallelMesh, Mesh
+from graph_fsdp.parameters.placements import part_of_rank
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, agree, is_shared
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
@@ -178,7 +180,7 @@ def _check_references(model: nn.Module, names: Mapping[Tensor, str]) -> None:
 def _load(files: SafetensorsFiles, matched: Matched, device: torch.device, storage: Shards) -> None:
     wanted: list[tuple[str, Tensor]] = []
     for tensor, key in matched.key_of.items():
-        parameter = storage.by_placeholder.get(id(tensor))
+        parameter = storage.by_original.get(id(tensor))
         if parameter is not None and not storage.reads_in_place:
             full = torch.empty(parameter.spec.shape, dtype=parameter.spec.dtype)
             files.read([(key, full)])  # one after the other: no more than one is whole on the host
@@ -188,7 +190,7 @@ def _load(files: SafetensorsFiles, matched: Matched, device: torch.device, stora
             wanted.append((key, parameter.shard))
         else:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            storage.keep_whole(tensor, value)
+            storage.keep_whole(tensor, part_of_rank(tensor, value) if isinstance(tensor, DTensor) else value)
             wanted.append((key, value))
     files.read(wanted)
 
@@ -203,8 +205,8 @@ def _move_buffers(model: nn.Module, device: torch.device, storage: Shards) -> No
 @torch.no_grad()
 def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) -> None:
     """Fill in the first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
-    parameter = storage.by_placeholder.get(id(tensor))
-    tensor = compat.local_part(tensor)
+    parameter = storage.by_original.get(id(tensor))
+    tensor = compat.local_part(tensor if parameter is None else parameter.placeholder)
     if parameter is not None and isinstance(mesh, DataParallelMesh):
         mesh = mesh.of_parameter(parameter.spec.name)
     # As bytes, which a conjugate or negative view is not.

@@ -10,7 +10,9 @@ at a time. Pieces, and the modules of a piece, come children first and in order 
 While a piece is initialised, each of its tensors exchanges its memory with a stand-in on the mesh's device, so that it
 is there wherever the model refers to it. Then its shard is copied and it goes back to the meta device, also after an
 error. A tensor that has values already stands in with a copy: an initialisation may read it, and what it writes there
-is dropped.
+is dropped. In the place of a DTensor (a tensor-parallel one) modules have a plain tensor of all its ranks, of which
+each takes its part: values are those of a model that is not divided. A tensor extension has a plain tensor in its
+place, too, as shards are plain.
 
 [Note: initialised]
 A tensor is initialised when an operator has written to the memory that it has at the end, through whatever view,
@@ -28,10 +30,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import MetaDeviceError
-from graph_fsdp.mesh import Mesh
+from graph_fsdp.mesh import DataParallelMesh, Mesh
+from graph_fsdp.parameters.extensions import is_extended
+from graph_fsdp.parameters.placements import part_of_rank
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import described
 from graph_fsdp.passes.ir.effects import memory_effects
@@ -94,21 +100,27 @@ def materialise(
         MetaDeviceError: an initialisation raised, wrote where it must not, or left something without values.
     """
     writes = WatchedWrites({compat.storage_id(tensor): name for tensor, name in names.items()})
-    with torch.no_grad(), device, _first_ranks_random_numbers(mesh, device):
+    divided = dict.fromkeys(tensor.device_mesh for tensor in names if isinstance(tensor, DTensor))
+    with torch.no_grad(), device, _first_ranks_random_numbers(mesh, list(divided), device):
         for piece in pieces:
             _initialise(piece, names, device, storage, writes)
 
 
 @contextlib.contextmanager
-def _first_ranks_random_numbers(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
-    """Have every rank draw what the mesh's first rank draws. Afterwards the first rank's generators, and those in the
-    same state, are where the draws have brought them; the others, and after an error all, are where they were."""
+def _first_ranks_random_numbers(
+    mesh: Mesh | None, beside: Sequence[DeviceMesh], device: torch.device
+) -> Iterator[None]:
+    """Have every rank draw what the mesh's first rank draws, or the first of the meshes ``beside`` it, which are
+    tensor-parallel. Afterwards the first rank's generators, and those in the same state, are where the draws have
+    brought them; the others, and after an error all, are where they were."""
     own = random_states(device)
     states = {name: state.clone() for name, state in own.items()}
     if mesh is not None:
         for state in states.values():
             sent = state.to(device)
             mesh.broadcast(sent)
+            for other in beside:
+                DataParallelMesh(other, None, None).broadcast(sent)
             state.copy_(sent)
     with mesh.turn() if mesh is not None else contextlib.nullcontext():
         devices = [] if device.type == "cpu" else [device]
@@ -180,13 +192,20 @@ def _initialise(
     piece: Piece, names: Mapping[Tensor, str], device: torch.device, storage: Shards, writes: WatchedWrites
 ) -> None:
     registered = [(table, module, leaf, tensor) for module in piece.modules for table, leaf, tensor in _entries(module)]
+    held = (*piece.fresh, *piece.others)
+    whole = {tensor: _whole(tensor, device) for tensor in held if tensor.is_meta and _is_wrapper(tensor)}
+    seen = [(table, module, leaf, whole.get(tensor, tensor)) for table, module, leaf, tensor in registered]
+    fresh = {whole.get(tensor, tensor): tensor for tensor in piece.fresh}  # what an initialisation sees → the model's
+    names = {**names, **{value: names[tensor] for tensor, value in whole.items()}}
     stand_ins: dict[Tensor, Tensor] = {}
     try:
-        for tensor in (*piece.fresh, *piece.others):
-            value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
-            compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
-            stand_ins[tensor] = value
-        writes.unwritten |= {compat.storage_id(tensor) for tensor in piece.fresh}
+        for tensor in held:
+            if tensor not in whole:
+                value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
+                compat.exchange(tensor, value.requires_grad_(tensor.requires_grad))
+                stand_ins[tensor] = value
+        _put_back(seen)
+        writes.unwritten |= {compat.storage_id(tensor) for tensor in fresh}
         for what, function in piece.calls:
             try:
                 with writes:
@@ -194,24 +213,36 @@ def _initialise(
             except Exception as error:
                 reason = str(error) if isinstance(error, MetaDeviceError) else f"{type(error).__name__}: {error}"
                 raise MetaDeviceError(f"{what} failed, on a model on the meta device: {reason}") from error
-            for tensor, found in _put_back(registered):
+            for tensor, found in _put_back(seen):
                 _take_over(tensor, found, f"{what} replaced {names[tensor]} by", writes)
             # Other memory is forgotten: what is given back may come again as another tensor's.
-            writes.unwritten &= {compat.storage_id(tensor) for tensor in piece.fresh}
-        for tensor in piece.fresh:
-            _check(tensor, stand_ins[tensor], device, names[tensor], writes)
-        for tensor in piece.fresh:
-            parameter = storage.by_placeholder.get(id(tensor))
+            writes.unwritten &= {compat.storage_id(tensor) for tensor in fresh}
+        for value, tensor in fresh.items():
+            _check(value, stand_ins.get(tensor, tensor), device, names[tensor], writes)
+        for value, tensor in fresh.items():
+            parameter = storage.by_original.get(id(tensor))
+            part = part_of_rank(tensor, value.detach()) if isinstance(tensor, DTensor) else value
             if parameter is not None:
-                storage.fill(parameter, tensor)
-            value = stand_ins.pop(tensor)
-            compat.swap(tensor, value)
+                storage.fill(parameter, part)
+            if tensor in stand_ins:
+                part = stand_ins.pop(tensor)
+                compat.exchange(tensor, part)
             if parameter is None:
-                storage.keep_whole(tensor, value)
+                storage.keep_whole(tensor, part.clone() if tensor in whole else part)
     finally:
         for tensor, value in stand_ins.items():
-            compat.swap(tensor, value)
+            compat.exchange(tensor, value)
         _put_back(registered)
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) or is_extended(tensor)
+
+
+def _whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a plain tensor without values in the place of a wrapper: of a DTensor what all ranks have of it."""
+    value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def _put_back(registered: Iterable[tuple[dict[str, Any], nn.Module, str, Tensor]]) -> list[tuple[Tensor, Any]]:

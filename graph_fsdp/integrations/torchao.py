@@ -165,8 +165,8 @@ def gather_in(model: Model, format: Format, module_filter_fn: Callable[[nn.Modul
         ImportError: torchao is not installed, or has none of these functions.
         ValueError: there is no such format, no weight of it, or a weight whose rows are no whole blocks of 32 (mxfp8)
             or 16 (nvfp4) elements.
-        UnsupportedError: a weight is neither float32 nor bfloat16, on the meta device, or a tensor subclass already;
-            tensor-parallel ones (DTensors) have these parts on each rank.
+        UnsupportedError: a weight is neither float32 nor bfloat16, or a tensor subclass already; tensor-parallel ones
+            (DTensors) have these parts on each rank.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be {' or '.join(map(repr, FORMATS))}, got {format!r}")
@@ -212,8 +212,6 @@ def _check_weight(p: nn.Parameter, name: str, format: str) -> None:
         raise UnsupportedError(
             f"parameter {name!r} is {p.dtype}, of which torchao makes no {format}; cast it to float32"
         )
-    if p.is_meta:
-        raise UnsupportedError(f"parameter {name!r} is on the meta device; give it values before gather_in")
     _check_rows(part, f"parameter {name!r}", format)
 
 

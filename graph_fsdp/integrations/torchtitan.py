@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
@@ -33,8 +32,7 @@ def parallelize(
 ) -> Model:
     """Compile a decoder of torchtitan, with the arguments and in the place of its ``ModelSpec.parallelize_fn``.
 
-    The trainer initialises the model afterwards: values are zeros here. A rank holds its parts of all tensor-parallel
-    matrices and experts for a moment, before they are sharded. Of the options:
+    The trainer initialises the model afterwards: values are zeros here. Of the options:
 
     - Tensor and expert parallelism are torchtitan's (``model.parallelize``); experts are sharded over ``efsdp``, the
       rest over ``fsdp``, both beside ``dp_replicate``.
@@ -53,7 +51,6 @@ def parallelize(
         decoder.parallelize(parallel_dims)
     replicas = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     mesh = parallel_dims.get_mesh([*replicas, "fsdp"])
-    _give_memory(model, mesh.device_type)
     experts = {}
     if parallel_dims.ep_enabled:
         names = [name for name, _ in model.named_modules() if name.endswith("routed_experts.inner_experts")]
@@ -105,17 +102,6 @@ def _units(decoder: Any) -> list[Any]:
     if decoder.enable_weight_tying:
         return [(decoder.tok_embeddings, *ends), *layers]
     return [decoder.tok_embeddings, ends, *layers]
-
-
-def _give_memory(model: nn.Module, device: str) -> None:
-    """Give parameters that are divided already zeros for the rank's part: ``compile`` takes none on the meta device."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            if isinstance(p, DTensor) and p.is_meta:
-                if p not in made:
-                    made[p] = nn.Parameter(torch.zeros_like(p, device=device), requires_grad=p.requires_grad)
-                setattr(module, name, made[p])
 
 
 def _recompute(config: Any, dump_folder: str) -> Recompute:

@@ -83,8 +83,6 @@ def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) 
                 f"{what}, which wraps {len(inner)} tensors; what is sharded is one plain tensor of the parameter's own "
                 "shape and dtype, of which the extension computes what is gathered"
             )
-        if inner[0].is_meta:
-            raise UnsupportedError(f"{what} on the meta device; give it values before graph_fsdp.compile")
         for option, is_set in unsupported.items():
             if is_set:
                 raise UnsupportedError(f"{what} with {_PRE}, which is not available with {option}; leave one out")

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError
+from graph_fsdp.parameters.placements import part_of_rank
 from graph_fsdp.parameters.shards import Storage
 
 
@@ -32,8 +32,7 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any], pre
             refuse_rows_of_another_rank(f"state_dict[{name!r}]", value, registered)
         elif value.shape == registered.shape:
             if isinstance(p.placeholder, DTensor):  # the part of this tensor-parallel rank
-                shape, first = compat.local_shape_and_offset(p.placeholder)
-                value = value[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]
+                value = part_of_rank(p.placeholder, value)
             rows[name] = storage.shard_of(p, value)
     return rows
 

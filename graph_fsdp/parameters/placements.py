@@ -127,8 +127,6 @@ def check_tensor_parallel(
             raise UnsupportedError(
                 f"{described}; only DTensors on one or two dimensions that are not partial can be sharded"
             )
-        if p.is_meta:
-            raise UnsupportedError(f"{described}, and on the meta device; give it values before graph_fsdp.compile")
         if not fullgraph:
             raise UnsupportedError(f"{described}, for which fullgraph=False is not available; leave it out")
     return found
@@ -166,9 +164,15 @@ def as_model_uses_it(p: DTensor) -> Callable[[Tensor], DTensor]:
     return as_dtensor
 
 
+def part_of_rank(p: DTensor, whole: Tensor) -> Tensor:
+    """Return a view of what ``p`` has on this rank of a plain tensor of its shape."""
+    shape, first = compat.local_shape_and_offset(p)
+    return whole[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]
+
+
 def give_memory(placeholder: DTensor, part: Tensor) -> None:
-    """Make the placeholder a DTensor of ``part``, and of its dtype."""
-    if placeholder.dtype is not part.dtype:
+    """Make the placeholder a DTensor of ``part``, of its dtype and on its device."""
+    if (placeholder.dtype, placeholder.device) != (part.dtype, part.device):
         with torch.no_grad():
             other = as_model_uses_it(placeholder)(part)
         compat.take_over(placeholder, other.requires_grad_(placeholder.requires_grad))

@@ -78,6 +78,7 @@ class Shards(ABC):
         self.keeps_buffers = False  # also while the model is on another device: CUDA graphs have their addresses
         self.parameters: dict[str, ShardedParameter] = {}
         self.by_placeholder: dict[int, ShardedParameter] = {}
+        self.by_original: dict[int, ShardedParameter] = {}  # of parameters of the model, until ``install``
         self.active = False
         # Of memory to placeholders (python_reads.py).
         self.refusal: Callable[[Sequence[str]], str] = lambda names: "the model is not compiled yet"
@@ -90,7 +91,8 @@ class Shards(ABC):
         """Shard the value of a whole parameter, which may be on another device."""
 
     def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
-        """Have ``install`` give ``tensor``, one of the model's that is not sharded, this value on this device."""
+        """Have ``install`` give ``tensor``, one of the model's that is not sharded, this value on this device; a
+        DTensor this part of it."""
         self._whole.append((tensor, value))
 
     @abstractmethod

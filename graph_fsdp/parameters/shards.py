@@ -160,10 +160,11 @@ class Storage(Shards):
             set_guarded([p.placeholder], True)
         for tensor, value in self._whole:
             if tensor.device == value.device and can_be_written(tensor):
-                tensor.detach().copy_(value)
+                compat.local_part(tensor).detach().copy_(value)
             else:
                 _set_memory(tensor, value)
         self._whole.clear()
+        self.by_original.clear()
 
     def _empty_placeholder(self, p: ShardedParameter) -> None:
         make = compat.emptied if self.has_memory else compat.without_memory

@@ -72,6 +72,7 @@ class XlaStorage(Shards):
                     p.spec.shape, p.spec.param_dtype, self.device, p.shard.requires_grad, nn.Parameter
                 )
                 p.placeholder = cast(nn.Parameter, stand_in)
+        self.by_original.clear()
         known = {id(tensor) for tensor, _ in self._whole} | {id(p.shard) for p in self.parameters.values()}
         others = [t for t in (*model.buffers(), *model.parameters()) if t.device.type != "xla" and id(t) not in known]
         for tensor, value in (*self._whole, *((tensor, tensor.detach()) for tensor in others)):
