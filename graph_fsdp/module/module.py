@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from graph_fsdp import compat
+from graph_fsdp.classes import preceded
 from graph_fsdp.engine.casting import follow_cast
 from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other
 from graph_fsdp.engine.engine import Engine
@@ -249,7 +250,7 @@ def _let_enter(module: nn.Module, called: CalledAs, name: str, first: type, clas
             namespace["forward"] = _entering("forward", forward, called.engine.number)
         if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
             namespace["save_pretrained"] = saving_whole(save_pretrained)
-        classes[first, cls, forward] = type(name, (first, cls), namespace)
+        classes[first, cls, forward] = preceded(name, (first,), cls, namespace)
     module.__class__ = classes[first, cls, forward]
     vars(module)["_graph_fsdp_called"] = called
 
