@@ -149,6 +149,11 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
         plain = set_to_none and getattr(method, "__func__", None) is nn.Module.zero_grad
         if not plain or structure is None or not structure.drop_gradients():
             method(set_to_none)
+        if self._graph_fsdp.unsharded.units:  # then ``parameters()`` are whole, and backward adds to shards' gradients
+            inside = set(cast(nn.Module, self).modules())
+            for module, _, p in self._graph_fsdp.storage.places:
+                if module in inside and p.whole is not None and p.shard.grad is not None:
+                    p.shard.grad = None if set_to_none else torch.zeros_like(p.shard.grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return a state dict of DTensors, as FSDP2 does. What ``unshard()`` gathered is resharded."""
