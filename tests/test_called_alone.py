@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from typing import Any
+from abc import ABC
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -36,6 +37,54 @@ forward: >root .root
 backward: xroot -root""",
     )
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.weight", "head.bias"]
+
+
+T = TypeVar("T")
+
+
+class OfABC(ABC, nn.Linear):
+    """Begins with a class that objects have no attributes from, which Python lays out otherwise than ``nn.Module``."""
+
+
+class OfGeneric(Generic[T], nn.Linear): ...
+
+
+@pytest.mark.parametrize("kind", [OfABC, OfGeneric])
+def test_classes_that_begin_with_one_without_attributes(kind: type[nn.Linear]) -> None:
+    def build(head: type[nn.Linear], block: type[nn.Linear]) -> Any:
+        torch.manual_seed(0)
+        layers = [*(block(16, 16) for _ in range(2)), head(16, 16)]
+        return nn.Sequential(*layers)
+
+    for head, block in ((kind, nn.Linear), (nn.Linear, kind)):
+        found, expected = build(head, block), build(nn.Linear, nn.Linear)
+        for model in (found, expected):
+            graph_fsdp.compile(model, auto_wrap_policy=[*model[:2]], backend="eager")
+            model(torch.ones(2, 16)).sum().backward()
+            model[2](torch.ones(2, 16)).sum().backward()
+            model[0](torch.ones(2, 16)).sum().backward()
+        assert [isinstance(m, FSDPModule) for m in found.modules()] == [True, True, True, False]
+        assert all(isinstance(m, nn.Linear) for m in found)
+        for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local())
+        assert type(copy.deepcopy(found[2])) is head
+
+
+def test_a_model_whose_class_begins_with_one_without_attributes() -> None:
+    class Model(Generic[T], MLP):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {"own": super().state_dict(*args, **kwargs)}
+
+    model: Any = compiled(Model)
+    assert isinstance(model, Model) and isinstance(model, FSDPModule)
+    assert type(model).__name__ == "FSDPModel"
+    model(torch.randn(4, 16)).sum().backward()
+    assert [*model.state_dict()] == ["own"]
+
+    class Later(type(model)):  # type: ignore[misc]
+        pass
+
+    assert Later.__mro__[1:] == type(model).__mro__
 
 
 def test_within_the_model_it_is_traced_with_the_model() -> None:

@@ -213,6 +213,48 @@ def test_steps_add_up() -> None:
     run_ranks(accumulated, 2)
 
 
+def failed_between_steps() -> None:
+    """A loss fails, of which no stage knows; the pipeline goes on. With a gradient that is reduced, and without."""
+
+    class Failing(Exception): ...
+
+    fails = False
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails:
+            raise Failing
+        return loss_fn(output, target)
+
+    pairs = init_device_mesh("cpu", (2,))
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "dp"))
+    own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "pp"))["pp"]
+    for mesh in (pairs, alone["dp"]):
+        for drops in (False, True):
+            torch.manual_seed(0)
+            one = Part()
+            model: Any = graph_fsdp.compile(copy.deepcopy(one), mesh, backend="eager")
+            shards = list(model.parameters())
+            stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=own.get_group())
+            schedule: Any = get_schedule_class("GPipe")(stage, MICROBATCHES, loss_fn=loss)
+            for step in range(3):
+                data = [torch.randn(8, 16, generator=torch.Generator().manual_seed(2 * step + i)) for i in range(2)]
+                fails = step == 1
+                with pytest.raises(Failing) if fails else contextlib.nullcontext():
+                    schedule.step(data[0], target=data[1])
+                if not fails:
+                    loss_fn(one(data[0]), data[1]).backward()
+                for p, q in zip(shards, one.parameters(), strict=True):
+                    torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=f"{step}, {drops}: {q.shape}")
+                if fails and drops:
+                    model.zero_grad()
+                    assert all(p.grad is None for p in shards)
+                    one.zero_grad()
+
+
+def test_a_step_that_fails_leaves_the_gradients_of_earlier_ones() -> None:
+    run_ranks(failed_between_steps, 2)
+
+
 def pipelines(schedules: tuple[str, ...], tp: bool = False) -> None:
     names, sizes = (("pp", "dp", "tp"), (2, 2, 2)) if tp else (("pp", "dp"), (2, 2))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)

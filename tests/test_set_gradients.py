@@ -187,6 +187,18 @@ def test_zero_grad_between_a_forward_and_its_backward_drops_gradients(model: nn.
     assert all(map(torch.equal, gradients(model), first))
 
 
+def test_zero_grad_drops_gradients_of_whole_units(model: Any) -> None:
+    shards = list(model.parameters())
+    unit = next(module for module in model.modules() if module is not model and isinstance(module, FSDPModule))
+    for each, count in ((unit, len(list(unit.parameters()))), (model, len(shards))):
+        loss_of(model).backward()
+        with graph_fsdp.unsharded(model):
+            each.zero_grad(set_to_none=False)
+            assert sum(not local(p.grad).any() for p in shards) == count
+            each.zero_grad()
+            assert sum(p.grad is None for p in shards) == count
+
+
 def test_zero_grad_of_the_users_own_is_called() -> None:
     class Own(MLP):
         called = 0

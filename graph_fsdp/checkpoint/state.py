@@ -99,9 +99,15 @@ def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
 
 def states_by_name(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """Return the states that an optimizer has, by the names of their parameters. (``get_optimizer_state_dict`` would
-    have one without states take a step.)"""
-    parameters = parameters_of(optimizer)
-    return {names[parameters[number]]: state for number, state in optimizer.state_dict()["state"].items()}
+    have one without states take a step.) Raises TypeError for a state of no parameter, which has no such name."""
+    parameters, states = parameters_of(optimizer), optimizer.state_dict()["state"]
+    if others := [key for key in states if not isinstance(key, int)]:
+        raise TypeError(
+            f"optimizer: {type(optimizer).__name__} keeps a state {others[0]!r} that is no parameter's, which "
+            "checkpoints have no place for, torch.distributed.checkpoint's neither; have each rank torch.save its "
+            "optimizer.state_dict() instead"
+        )
+    return {names[parameters[number]]: state for number, state in states.items()}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:

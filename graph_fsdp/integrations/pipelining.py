@@ -61,7 +61,8 @@ class PipelineStage(TorchStage):
         place(model)[0].unsharded.optional = True  # schedules of several stages call unshard()
         super().__init__(submodule, *args, **kwargs)
         self._failures = stage_failures(self.group, self.device)
-        self._earlier: dict[Tensor, Tensor] = {}  # gradients of earlier steps of the schedule
+        self._has_begun = False  # the step under way, with a forward
+        self._earlier: dict[Tensor, Tensor] = {}  # copies of gradients of earlier steps of the schedule
 
     def telling(self, what: str) -> AbstractContextManager[None]:
         """Return a context whose errors the ranks of the other stages get to know; ``what``: what runs in it. Such an
@@ -114,12 +115,12 @@ class PipelineStage(TorchStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.submod
         engine, _ = place(model)
-        if torch.is_grad_enabled() and self.has_backward and not engine.finalization.manual:
+        has_begun = self._has_begun and engine.finalization.manual
+        if torch.is_grad_enabled() and self.has_backward and not has_begun:
+            self._has_begun = True
             model.set_manual_backward_finalization(True)
             shards = [p.shard for p in engine.storage.parameters.values()]  # unshard() registers whole parameters
-            self._earlier = {p: p.grad for p in (*model.parameters(), *shards) if p.grad is not None}
-            for p in self._earlier:
-                p.grad = None
+            self._earlier = {p: p.grad.clone() for p in {*model.parameters(), *shards} if p.grad is not None}
             if engine.spec.mesh.world_size > 1 and not engine.unsharded.unavailable():
                 model.set_reshard_after_backward(False)
         return super().forward_one_chunk(*args, **kwargs)
@@ -161,11 +162,18 @@ class PipelineStage(TorchStage):
             self.scale_grads(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients of a step, and add them to those of earlier ones, which torch would divide again."""
+        """Divide the gradients of a step, and not those of earlier ones, to which they were added. (These stay in
+        ``.grad`` meanwhile: a step that fails leaves them there.)"""
         super().scale_grads(grad_scale_factor)
         for p, grad in self._earlier.items():
-            p.grad = grad if p.grad is None else grad.add_(p.grad)
+            if p.grad is not None:
+                p.grad.add_(grad, alpha=1 - 1 / grad_scale_factor)
         self._earlier = {}
+
+    def clear_runtime_states(self) -> None:
+        """Forget the step before, which may have failed; schedules call it before each step."""
+        super().clear_runtime_states()
+        self._has_begun = False
 
     def _finalize(self) -> None:
         model: Any = self.submod

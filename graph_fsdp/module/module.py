@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from graph_fsdp import compat
+from graph_fsdp.classes import preceded
 from graph_fsdp.engine.casting import follow_cast
 from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other
 from graph_fsdp.engine.engine import Engine
@@ -36,6 +37,7 @@ from graph_fsdp.module.unit_methods import UnitMethods
 from graph_fsdp.parameters.inputs import cast_floats, on_device
 from graph_fsdp.parameters.mixed_precision import ModulePolicies
 from graph_fsdp.parameters.own_rows import own_rows
+from graph_fsdp.parameters.sharded import ShardedParameter, is_foreign
 from graph_fsdp.parameters.unshard import unsharded
 from graph_fsdp.passes.repeat.segments import WORTH
 from graph_fsdp.units import Unit
@@ -43,12 +45,17 @@ from graph_fsdp.units import Unit
 
 class CalledAs(NamedTuple):
     """Is what a module has whose forward runs compiled: the engine, the module's name, and the dtypes, or None, to
-    which the forward's inputs and outputs are cast."""
+    which the forward's inputs and outputs are cast; of a module in no unit, its parameters with their modules, too."""
 
     engine: Engine
     name: str
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
+    places: Sequence[tuple[nn.Module, str, ShardedParameter]] = ()
+
+    def is_given_values(self) -> bool:
+        """Say whether a caller has put something else where the shards were, as ``torch.func.functional_call`` does."""
+        return any(is_foreign(p, module._parameters.get(leaf)) for module, leaf, p in self.places)
 
 
 class CallableAlone:
@@ -142,6 +149,11 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
         plain = set_to_none and getattr(method, "__func__", None) is nn.Module.zero_grad
         if not plain or structure is None or not structure.drop_gradients():
             method(set_to_none)
+        if self._graph_fsdp.unsharded.units:  # then ``parameters()`` are whole, and backward adds to shards' gradients
+            inside = set(cast(nn.Module, self).modules())
+            for module, _, p in self._graph_fsdp.storage.places:
+                if module in inside and p.whole is not None and p.shard.grad is not None:
+                    p.shard.grad = None if set_to_none else torch.zeros_like(p.shard.grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return a state dict of DTensors, as FSDP2 does. What ``unshard()`` gathered is resharded."""
@@ -230,7 +242,9 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=unit_name)
     for name, module in _callable_alone(model, units):
         if module not in places:
-            _let_enter(module, CalledAs(engine, name), type(module).__name__, CallableAlone, classes)
+            inside = set(module.modules())
+            called = CalledAs(engine, name, places=[at for at in engine.storage.places if at[0] in inside])
+            _let_enter(module, called, type(module).__name__, CallableAlone, classes)
     counts = Counter(map(type, places))
     engine.equal_layers = compat.EqualLayers(frozenset(kind for kind, number in counts.items() if number >= WORTH))
     vars(model)["_graph_fsdp_policies"] = {name: policies.around(name) for name in engine.spec.parameters}
@@ -249,7 +263,7 @@ def _let_enter(module: nn.Module, called: CalledAs, name: str, first: type, clas
             namespace["forward"] = _entering("forward", forward, called.engine.number)
         if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
             namespace["save_pretrained"] = saving_whole(save_pretrained)
-        classes[first, cls, forward] = type(name, (first, cls), namespace)
+        classes[first, cls, forward] = preceded(name, (first,), cls, namespace)
     module.__class__ = classes[first, cls, forward]
     vars(module)["_graph_fsdp_called"] = called
 
@@ -289,7 +303,10 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
             return function(self, *given, *args, **kwargs)
         refuse_transforms(args, kwargs)
         # The engine is not of the closure: graphs keep classes, and classes would keep it.
-        engine, called_as, of_inputs, of_outputs = vars(self)["_graph_fsdp_called"]
+        called: CalledAs = vars(self)["_graph_fsdp_called"]
+        if called.is_given_values():
+            return function(self, *given, *args, **kwargs)
+        engine, called_as, of_inputs, of_outputs, _ = called
         if engine.storage.device.type != "cpu":
             args, kwargs = on_device((args, kwargs), engine.storage.device)
         if of_inputs is not None:

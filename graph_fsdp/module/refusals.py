@@ -182,9 +182,9 @@ def _check_state(p: Tensor, state: Any) -> None:
         elif isinstance(value, Tensor) and value.shape == p.shape:
             raise CheckpointError(
                 f"the optimizer's state {name!r} of a parameter of shape {tuple(p.shape)} is a whole tensor, and the "
-                "parameter is sharded: optimizer.load_state_dict was given a state of whole tensors; load it with "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict and "
-                "StateDictOptions(full_state_dict=True)"
+                "parameter is sharded: optimizer.load_state_dict was given a state of whole tensors, which "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict loads with "
+                "StateDictOptions(full_state_dict=True); or the optimizer has made one, and cannot step shards"
             )
 
 

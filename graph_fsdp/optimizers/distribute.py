@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import optim
 
+from graph_fsdp.classes import preceded
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.ahead import Ahead, drop_ahead
 from graph_fsdp.optimizers.groups import parameters_of, shards_of
@@ -143,6 +144,11 @@ def _check_options(
             f"optimizer: step() of this {name} was replaced on the object, as a learning-rate scheduler does; call "
             "distribute_optimizer before a scheduler is made of it"
         )
+    if isinstance(getattr(type(optimizer), "state", None), property):
+        raise UnsupportedError(
+            f"optimizer: this {name} has the state of an optimizer that it wraps; give that one to "
+            "distribute_optimizer, and wrap it then"
+        )
     if in_backward and rule is not None:
         raise UnsupportedError(
             f"in_backward=True: {name} needs whole matrices, and steps all of them at once; leave in_backward out"
@@ -243,5 +249,5 @@ def _distributed_class(cls: type[optim.Optimizer], own: Callable[..., Any], firs
     hooked: Any = optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    bases = (*first, DistributedStep, cls)
-    return type(cls.__name__, bases, {**namespace, "_graph_fsdp_class": cls, "step": hooked})
+    before = (*first, DistributedStep)
+    return preceded(cls.__name__, before, cls, {**namespace, "_graph_fsdp_class": cls, "step": hooked})

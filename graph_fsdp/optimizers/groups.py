@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import optim
+from torch import Tensor, optim
 
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.parameters.shards import Storage
@@ -47,3 +48,28 @@ def restored(optimizer: optim.Optimizer) -> Iterator[list[list[Any]]]:
         optimizer.state = state
         for group, members in zip(groups, params, strict=True):
             group["params"] = members
+
+
+@contextmanager
+def values_kept(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Give groups the values back, at the end, that they had beside their parameters. Tensors stay the same objects."""
+    before = [{name: value for name, value in group.items() if name not in _MEMBERS} for group in groups]
+    copies = [{name: copied(value) for name, value in values.items()} for values in before]
+    try:
+        yield
+    finally:
+        for group, values, kept in zip(groups, before, copies, strict=True):
+            for name in group.keys() - values.keys() - _MEMBERS:
+                del group[name]
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    value.copy_(kept[name])
+                group[name] = value if isinstance(value, Tensor) else kept[name]
+
+
+_MEMBERS = {"params", "param_names"}
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of what a step may change in place."""
+    return copy.deepcopy(value) if isinstance(value, (Tensor, list, dict, set)) else value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.groups import parameters_of, restored, shards_of
+from graph_fsdp.optimizers.groups import copied, parameters_of, restored, shards_of, values_kept
 from graph_fsdp.optimizers.slices import Slices
 from graph_fsdp.parameters.gradients import as_gradient
 from graph_fsdp.parameters.sharded import ShardedParameter
@@ -47,22 +47,24 @@ class InBackward:
     def _update(
         self, optimizer: optim.Optimizer, members: dict[str, ShardedParameter], gradients: dict[str, Tensor]
     ) -> None:
-        """Step the parameters that have these gradients, and no others."""
+        """Step the parameters that have these gradients, and nothing else: what the optimizer has of a group, or of all
+        parameters, such as a number of steps, ``step`` changes, once for all buckets."""
         stepped = {id(p.shard): p.shard for p in map(members.__getitem__, gradients)}
         for name, gradient in gradients.items():
             p = members[name]
             p.shard.grad = as_gradient(p, gradient)
         gradients.clear()
         state = optimizer.state
-        own: defaultdict[Tensor, Any] = defaultdict(dict, {p: state[p] for p in stepped.values() if p in state})
+        own: defaultdict[Any, Any] = defaultdict(dict, {p: state[p] for p in stepped.values() if p in state})
+        own.update((key, copied(value)) for key, value in state.items() if not isinstance(key, Tensor))
         try:
-            with restored(optimizer):
+            with values_kept(optimizer.param_groups), restored(optimizer):
                 optimizer.state = own
                 for group in optimizer.param_groups:
                     group["params"] = [p for p in group["params"] if id(p) in stepped]
                 self._slices.step_slices(optimizer, partial(self._own_step, optimizer))
         finally:
-            state.update(own)
+            state.update((p, values) for p, values in own.items() if isinstance(p, Tensor))
             for shard in stepped.values():
                 shard.grad = None
         members_of = next(storage for storage, found in self._found if found is members)

@@ -29,7 +29,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
+from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored, shards_of
+from graph_fsdp.parameters.inputs import tensors_of
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes.ir.spec import aligned
 
@@ -37,7 +39,10 @@ SMALL = 2**16  # bytes of a shard up to which its gradient is packed with those 
 
 
 def unshared(state: Any) -> Any:
-    """Return a parameter's state with its own copies of values that parameters of a run share."""
+    """Return a parameter's state with its own copies of values that parameters of a run share. What an optimizer keeps
+    under another key than a parameter's, as MADGRAD its number of steps, is returned as it is."""
+    if not isinstance(state, dict):
+        return state
     return {k: v.clone() if isinstance(v, Tensor) and not v.dim() else v for k, v in state.items()}
 
 
@@ -125,10 +130,13 @@ class Run:
             else:
                 self.state[key] = value.clone() if isinstance(value, Tensor) else value
 
+    def is_new(self, state: dict[str, Any]) -> bool:
+        """Say whether a state has other values than when members got theirs."""
+        return len(state) != len(self._seen) or any(v is not self._seen.get(k) for k, v in state.items())
+
     def give(self, state: Any) -> None:
         """Put into ``state`` what members have of the run's state, if it has other values than when they got theirs."""
-        same = len(self.state) == len(self._seen) and all(v is self._seen.get(k) for k, v in self.state.items())
-        if same:
+        if not self.is_new(self.state):
             return
         self._seen = dict(self.state)
         self._given = [
@@ -137,6 +145,28 @@ class Run:
         ]
         self._values = [value for values in self._given for value in values.values()]
         state.update(zip(self.parameters, self._given, strict=True))
+
+
+def _check_states(optimizer: str, runs: Sequence[Run], states: dict[Any, Any]) -> None:
+    """Raise UnsupportedError, and drop the runs' states, if the optimizer has made one that cannot be its parameters':
+    it does not treat each element by itself, and a checkpoint would have one rank's for all."""
+    new = [run for run in runs if run.is_new(states.get(run.param, {}))]
+    for run in new:
+        shape = tuple(run.param.shape)
+        for name, value in states[run.param].items():
+            for found in tensors_of(value):
+                is_state = found is value and type(found) in (Tensor, nn.Parameter) and _is_like(found, run.param)
+                if is_state or found.numel() == 1:
+                    continue
+                for each in new:
+                    states.pop(each.param)
+                where = "" if found is value else f" in a {type(value).__name__}"
+                raise UnsupportedError(
+                    f"element_wise=True: {optimizer} keeps {name!r}, a {type(found).__name__} of shape "
+                    f"{tuple(found.shape)}{where}, for a parameter of shape {shape}; an element-wise state is a tensor "
+                    "with a number for each of the parameter's elements, or one number. Leave distribute_optimizer "
+                    "out, with an optimizer that steps on DTensors (for states of 8 bits, one of torchao.optim)"
+                )
 
 
 def _is_like(value: Any, p: Tensor) -> bool:
@@ -189,13 +219,14 @@ class Slices:
         inside = set[int]().union(*(run.ids for in_group in runs for run in in_group))
         others: defaultdict[Any, Any] = defaultdict(dict)
         for p in [p for p in state if id(p) not in inside]:  # what is stepped by itself counts by itself
-            others[p] = state[p] if p.grad is None or id(p) not in self._in_runs else unshared(state[p])
+            others[p] = unshared(state[p]) if id(p) in self._in_runs and p.grad is not None else state[p]
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
         try:
             with restored(optimizer) as params:
                 optimizer.state = others
                 rest = [[p for p in members if id(p) not in inside] for members in params]
                 self.step_runs(list(map(GroupStep, groups, runs, rest)), own_step)
+                _check_states(type(optimizer).__name__, list(chain.from_iterable(runs)), others)
         finally:
             for run in chain.from_iterable(runs):
                 run.clear_gradient()

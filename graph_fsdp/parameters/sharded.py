@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,18 +123,18 @@ class Shards(ABC):
         try:
             if self.unguarded_in_forward:
                 set_guarded(placeholders, False)
-            for module, leaf, p in self._places:
+            for module, leaf, p in self.places:
                 module._parameters[leaf] = p.placeholder
             yield
         finally:
             if self.unguarded_in_forward:
                 set_guarded(placeholders, True)
-            for module, leaf, p in self._places:
+            for module, leaf, p in self.places:
                 module._parameters[leaf] = p.shard if p.whole is None else p.whole
             self.active = False
 
     @functools.cached_property
-    def _places(self) -> list[tuple[nn.Module, str, ShardedParameter]]:
+    def places(self) -> list[tuple[nn.Module, str, ShardedParameter]]:
         """Return the modules that hold each parameter, and its name in each."""
         return [(module, leaf, p) for p in self.parameters.values() for module, leaf in p.owners]
 
@@ -165,6 +166,48 @@ class Shards(ABC):
             )
         whole: nn.Parameter = found
         return whole
+
+
+def can_replace(p: ShardedParameter, found: Any) -> bool:
+    """Say whether the next forward takes ``found`` for a parameter's shard, where it stands in its place."""
+    same_kind = isinstance(found, nn.Parameter) and isinstance(found, DTensor) == isinstance(p.shard, DTensor)
+    return same_kind and found.shape == p.shard.shape
+
+
+def take_replacement(p: ShardedParameter) -> None:
+    """Take for the shard what stands in its place. The one before keeps its values where somebody still has it, as
+    ``torch.func.functional_call``, which puts it back: what it had of the storage will be the replacement's."""
+    if p.in_modules is not p.shard:
+        before = weakref.ref(p.shard)
+        p.shard, p.hooks = checked_replacement(p, p.in_modules), -1
+        shard, here = before(), compat.local_part(p.shard)
+        if shard is not None and compat.local_part(shard).data_ptr() != here.data_ptr():
+            local = compat.local_part(shard).detach().clone()
+            if isinstance(shard, DTensor):
+                compat.set_local_tensor(shard, local)
+            else:
+                shard.data = local
+
+
+def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
+    if found is None:
+        raise ParameterChangedError(
+            f"parameter {p.spec.name!r} was removed from its module, which has been compiled with it; remove it before "
+            "graph_fsdp.compile, or exchange the whole module"
+        )
+    if not can_replace(p, found):
+        raise ParameterChangedError(
+            f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a sharded parameter "
+            f"of shape {tuple(p.spec.shape)}; copy into the parameter, or load with load_state_dict on DTensors "
+            "(torch.func.functional_call of a compiled model takes parameters like those that it has)"
+        )
+    replacement: nn.Parameter = found
+    return replacement
+
+
+def is_foreign(p: ShardedParameter, found: Any) -> bool:
+    """Say whether ``found`` stands where a parameter was, and is not to be taken for it."""
+    return found is not p.registered and (p.whole is not None or not can_replace(p, found))
 
 
 def owners_of(model: nn.Module, names: Sequence[str]) -> Owners:

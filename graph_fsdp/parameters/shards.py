@@ -41,7 +41,7 @@ from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.host_memory import pieces_of
 from graph_fsdp.parameters.placeholder import set_guarded
 from graph_fsdp.parameters.placements import as_model_uses_it, give_memory, shard_spec
-from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards, can_be_written
+from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards, can_be_written, take_replacement
 from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
 from graph_fsdp.passes.pipeline import collector_paused
 
@@ -203,7 +203,7 @@ class Storage(Shards):
         """Take what stands in modules now for the shards: ``load_state_dict(assign=True)`` exchanges them."""
         for p in self.parameters.values():
             if p.whole is None:
-                _take_replacement(p)
+                take_replacement(p)
 
     @property
     def _home(self) -> torch.device:
@@ -260,7 +260,7 @@ class Storage(Shards):
             if registered is not None and registered.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(registered.requires_grad)
         else:
-            _take_replacement(p)
+            take_replacement(p)
         (memory, storage), (known, known_storage) = _parts(p.shard), p.seen
         # What ``model.to(…)`` does exchanges the local tensor too.
         assigned = self.mesh is not None and memory is known and storage is not known_storage
@@ -352,27 +352,6 @@ def _are_equal(first: Any, second: Any) -> bool:
         return False
     one, other = compat.local_part(first.detach()), compat.local_part(second.detach())
     return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
-
-
-def _take_replacement(p: ShardedParameter) -> None:
-    if p.in_modules is not p.shard:
-        p.shard, p.hooks = checked_replacement(p, p.in_modules), -1
-
-
-def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
-    if found is None:
-        raise ParameterChangedError(
-            f"parameter {p.spec.name!r} was removed from its module, which has been compiled with it; remove it before "
-            "graph_fsdp.compile, or exchange the whole module"
-        )
-    same_kind = isinstance(found, nn.Parameter) and isinstance(found, DTensor) == isinstance(p.shard, DTensor)
-    if not same_kind or found.shape != p.shard.shape:
-        raise ParameterChangedError(
-            f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a sharded parameter "
-            f"of shape {tuple(p.spec.shape)}; copy into the parameter, or load with load_state_dict on DTensors"
-        )
-    replacement: nn.Parameter = found
-    return replacement
 
 
 def _layout(spec: ModelSpec) -> dict[torch.dtype, dict[str, int]]:
