@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,7 @@ class CommunicationMethods:
         if unit:
             raise UnsupportedError("clip_grad_norm_() is of the gradients of the whole model; call it on the model")
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         if engine.settings.stepped:
             raise UnsupportedError(
