@@ -95,13 +95,12 @@ def load(
         check_path(path=path)
     finish_pending()
     ranks = Ranks.of(model)
-    found = path is not None
-    in_memory, mine = found and is_in_memory(path), f"{RNG}.{ranks.index}"
+    in_memory, mine = path is not None and is_in_memory(path), f"{RNG}.{ranks.index}"
     if in_memory:
         bring_values(ranks, Path(path), mine, verify)
-    facts = [] if in_memory or not found else [os.path.abspath(path)]
+    facts = [] if in_memory or path is None else [os.path.abspath(path)]
     with ranks.agreeing(facts):
-        if not found:  # on all ranks, or on one whose disk is its own
+        if path is None:  # on all ranks, or on one whose disk is its own
             raise TypeError(_NO_PATH)
         check_flags(random_states=random_states, verify=verify)
         check_extra(extra)
