@@ -78,15 +78,18 @@ def compile(
             more: see :mod:`graph_fsdp.mesh`. None means all ranks of ``torchrun``, on the model's device (of a model on
             the meta device the accelerator, without one or with gloo the CPU); or one process, whose parameters stay
             plain tensors. Gradients are means over the mesh.
-        auto_wrap_policy: says which parameters are gathered together; see :func:`graph_fsdp.units.find_units`.
+        auto_wrap_policy: says which modules are units, whose parameters are gathered together: a set of module classes;
+            a list of modules, in which a tuple is one unit of several; or one of torch's wrap policies. None: repeated
+            blocks are. See :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
             (ZeRO-2), None keeps only the unit used last, and without a budget the one before it where an accelerator
             would wait for it in backward; ``"auto"`` what a budget has room for, the buckets that save most time per
             byte: ``passes=default_pipeline(budget=…)``. With an int n, as in FSDP2, each rank keeps 1/n of every unit,
             and backward gathers it over n consecutive ranks (all ranks means True, 1 means False).
-        mp_policy: FSDP2's, for the model and each unit, or policies of modules' own: see
-            :mod:`graph_fsdp.parameters.mixed_precision`. Shards, optimizer state and buffers keep their dtype. A
-            ``reduce_dtype`` of int8 or float8 quantizes gradients on their way: see docs/low_precision.md.
+        mp_policy: FSDP2's policy, for the model and each unit; or a dict from module classes to policies, or a function
+            from a module to its policy or None: see :mod:`graph_fsdp.parameters.mixed_precision`. Shards, optimizer
+            state and buffers keep their dtype. A ``reduce_dtype`` of int8 or float8 quantizes gradients on their way:
+            see docs/low_precision.md.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's state on the CPU.
         ignored_params: parameters, or modules with all theirs, that are not sharded nor their gradients reduced.
         shard_placement_fn: a function from a parameter to the dimension on which it is sharded: ``Shard(dim)``, or None

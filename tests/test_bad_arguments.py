@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import fake_process_group
@@ -72,6 +73,51 @@ def test_options_of_a_load(tmp_path: Path, options: dict[str, Any], message: str
     assert layer.weight.eq(1).all()
 
 
+@pytest.mark.parametrize("path", [None, 3, b"here", ["here"]])
+def test_paths_of_checkpoints(model: Any, path: Any) -> None:
+    for name, call in {
+        "path": lambda: checkpoint.save(path, model),
+        "folder": lambda: checkpoint.complete(path),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{name} must be the path of a folder, got"):
+            call()
+    for of_model in (None, model):
+        with pytest.raises(TypeError, match=r"^folder must be the path of a folder, got"):
+            checkpoint.latest(path, of_model)
+    message = r"latest\(…\) has found no complete checkpoint" if path is None else r"must be the path of a folder, got"
+    with pytest.raises(TypeError, match=rf"^path .*{message}"):
+        checkpoint.load(path, model)
+
+
+def test_what_ranks_save_and_load_is_a_module(tmp_path: Path) -> None:
+    with fake_process_group():
+        for call in (checkpoint.save, checkpoint.load):
+            with pytest.raises(TypeError, match=r"^model must be an nn\.Module, got str$"):
+                call(tmp_path / "a", "model")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^model must be an nn\.Module, got str$"):
+            checkpoint.latest(tmp_path, "model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"src": None}, ValueError, r"^src must be the global rank of the model's rank in group, one of \[0, 1"),
+        ({"src": -1}, ValueError, "^src must be the global rank"),
+        ({"src": True}, ValueError, "^src must be the global rank"),
+        ({"src": 8}, ValueError, "^src must be the global rank"),
+        ({"src": 0}, ValueError, "^src must be the global rank"),  # this rank itself
+        ({"src": 1, "group": None}, TypeError, "^group must be the ProcessGroup that"),
+        ({"src": 1, "group": "engine"}, TypeError, "^group must be the ProcessGroup that"),
+        ({"src": 1, "device": "gpu"}, RuntimeError, "device string: gpu"),
+    ],
+)
+def test_what_receives_an_export(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with fake_process_group():
+        given = {"group": torch.distributed.group.WORLD, **options}
+        with pytest.raises(error, match=message):
+            graph_fsdp.receive(given.pop("group"), **given)  # at the call, before a rank is waited for
+
+
 @pytest.mark.parametrize("group", ["engine", 0, torch.ones(2)])
 def test_a_group_that_is_none(model: Any, group: Any) -> None:
     with pytest.raises(TypeError, match=r"group must be a ProcessGroup, GroupMember\.NON_GROUP_MEMBER or None"):
@@ -102,6 +148,24 @@ def test_flags_of_a_model(model: Any, call: Callable[..., Any], message: str) ->
     with pytest.raises(TypeError, match=message):
         call(model, "model.safetensors")
     assert all(tensor.equal(before[name]) for name, tensor in whole(model).items())
+
+
+def test_flags_of_safetensors() -> None:
+    with pytest.raises(TypeError, match="strict must be True or False, got 'no'"):
+        checkpoint.Safetensors("model.safetensors", strict="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_reshard_after_backward"])
+def test_which_units_a_method_is_of(model: Any, method: str) -> None:
+    with pytest.raises(ValueError, match="recurse must be True or False, got 'no'"):
+        getattr(model, method)(False, recurse="no")
+
+
+def test_a_norm_may_be_a_number_of_numpy(model: Any) -> None:
+    model(torch.ones(4, 16)).sum().backward()
+    norm = model.clip_grad_norm_(np.float32(1.0), norm_type=np.int64(2))
+    assert norm == model.clip_grad_norm_(np.float64(1.0), norm_type=2.0) or norm > 1
+    model.zero_grad()
 
 
 @pytest.mark.parametrize(

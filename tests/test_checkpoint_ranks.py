@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
-from graph_fsdp import CheckpointError, RankDisagreement
+from graph_fsdp import CheckpointError, RankDisagreement, checkpoint
 from graph_fsdp.checkpoint import Safetensors, load_full_state_dict, load_safetensors
 from graph_fsdp.initialise import safetensors_files
 
@@ -168,6 +168,18 @@ def other_files_on_one_rank() -> None:
         graph_fsdp.compile(on_meta(MLP), backend="eager", checkpoint=path)
     with pytest.raises(RankDisagreement, match=words):
         load_safetensors(graph_fsdp.compile(MLP(), backend="eager"), path)
+
+
+@FACTS
+def a_rank_that_has_found_no_checkpoint_is_named_on_all() -> None:
+    folder = shared_folder()
+    model = graph_fsdp.compile(built(MLP), backend="eager")
+    path = checkpoint.save(folder / "step_1", model).result()
+    before = parameters_of(model)
+    error = TypeError if dist.get_rank() else CheckpointError
+    with pytest.raises(error, match="has found no complete checkpoint in its folder"):
+        checkpoint.load(path if dist.get_rank() == 0 else None, model)  # type: ignore[arg-type]
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(model).items())
 
 
 # A state dict that one rank has

@@ -215,6 +215,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5"}))
     (tmp_path / "not.json").write_text("{")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "syntax.py").write_text("def model(:")
+    (tmp_path / "imports.py").write_text("import no_such_module")
     return tmp_path
 
 
@@ -243,12 +246,15 @@ def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys
         (["own.py:model", "--hardware", "h9000"], "hardware: 'h9000' is not known; known are h100"),
         (["no.py:model"], "model: there is no file"),
         (["no.such.module:model"], "model: there is no module 'no.such.module'"),
+        (["syntax.py:model"], "model: syntax.py cannot be imported (SyntaxError: "),
+        (["imports.py:model"], "model: imports.py cannot be imported (ModuleNotFoundError: No module named "),
         (["own.py:no_function"], "has no function 'no_function'"),
         (["own.py:nothing"], "must return a module, or a module and its inputs"),
         (["no.json"], "model: there is no file"),
         (["own.py"], "model: own.py names no function that builds the model; give own.py:function"),
         (["own.py:"], "model: own.py: names no function that builds the model; give own.py:function"),
         (["not.json"], "is no JSON"),
+        (["bytes.json"], "bytes.json is no JSON"),
         (["other.json"], "has model_type 'no_such_model', which transformers"),
         (["bert.json"], "bert.json is of BertForMaskedLM, which is no causal language model"),
         (["t5.json"], "t5.json is of t5, which is no causal language model"),

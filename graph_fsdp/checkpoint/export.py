@@ -86,10 +86,20 @@ def receive(
 
     Raises:
         RuntimeError: the export failed on ``src``, for the reason given.
+        TypeError, ValueError: an argument is wrong; at the call.
     """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be the ProcessGroup that export() was given, of which this rank is, got {group!r}")
+    ranks = dist.get_process_group_ranks(group)
+    if not is_count(src, least=0) or src not in ranks or src == dist.get_rank():
+        raise ValueError(f"src must be the global rank of the model's rank in group, one of {ranks}, got {src!r}")
+    return _received(group, src, torch.device("cpu" if device is None else device))
+
+
+def _received(group: dist.ProcessGroup, src: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     while not isinstance(described := _announced(None, group, src), str | None):
         for names, shape, dtype in described:
-            tensor = torch.empty(shape, dtype=dtype, device=device or "cpu")
+            tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.broadcast(tensor, src, group)
             yield from ((name, tensor) for name in names)
     if described is not None:

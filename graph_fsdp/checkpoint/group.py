@@ -43,8 +43,11 @@ class Ranks:
         call this, as the first call for some ranks makes their group.
 
         Raises:
+            TypeError: it is no module.
             UnsupportedError: the model is one of XLA's replicas, whose parts nothing says the places of.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
         engine = getattr(model, "_graph_fsdp", None)
         if engine is not None and getattr(engine.storage, "is_of_replica", False):
             raise UnsupportedError(

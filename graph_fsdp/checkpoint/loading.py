@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint.extra import EXTRA, ExtraValues, check_extra
 from graph_fsdp.checkpoint.files import access_of, read
+from graph_fsdp.checkpoint.folder import check_path
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.hosts import is_in_memory
 from graph_fsdp.checkpoint.in_memory import bring_tensors, bring_values
@@ -35,7 +36,6 @@ from graph_fsdp.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     RNG,
-    check_model,
     leaves,
     nested,
     optimizers_of,
@@ -48,6 +48,11 @@ from graph_fsdp.initialise.safetensors_files import AnyPath
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, listed
 from graph_fsdp.optimizers.groups import parameters_of
 from graph_fsdp.passes.ir.settings import check_flags
+
+_NO_PATH = (
+    "path is None: checkpoint.latest(…) has found no complete checkpoint in its folder; call load only where it has "
+    "found one, and train from the beginning otherwise"
+)
 
 
 def load(
@@ -86,15 +91,18 @@ def load(
             the message names what differs. Nothing was changed, unless it could not be read a second time.
         TypeError, ValueError: an argument is wrong, such as an optimizer of another model's parameters.
     """
+    if path is not None:
+        check_path(path=path)
     finish_pending()
     ranks = Ranks.of(model)
-    in_memory, mine = is_in_memory(path), f"{RNG}.{ranks.index}"
+    in_memory, mine = path is not None and is_in_memory(path), f"{RNG}.{ranks.index}"
     if in_memory:
         bring_values(ranks, Path(path), mine, verify)
-    facts = [] if in_memory else [os.path.abspath(path)]
+    facts = [] if in_memory or path is None else [os.path.abspath(path)]
     with ranks.agreeing(facts):
+        if path is None:  # on all ranks, or on one whose disk is its own
+            raise TypeError(_NO_PATH)
         check_flags(random_states=random_states, verify=verify)
-        check_model(model)
         check_extra(extra)
         optimizers = optimizers_of(optimizer)
         facts.append(f"{len(optimizers)} optimizers")

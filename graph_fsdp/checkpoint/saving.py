@@ -22,7 +22,7 @@ from graph_fsdp.checkpoint.files import Writer, access_of
 from graph_fsdp.checkpoint.group import NOT_DISTRIBUTED, Ranks
 from graph_fsdp.checkpoint.hosts import give_sequence, survey
 from graph_fsdp.checkpoint.in_memory import MemoryWriter, prepare
-from graph_fsdp.checkpoint.state import check_model, optimizers_of, training_state
+from graph_fsdp.checkpoint.state import optimizers_of, training_state
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 from graph_fsdp.passes.ir.settings import check_flags, is_count
@@ -108,6 +108,7 @@ def save(
             was there is as before.
         TypeError, ValueError: an argument is wrong; before anything is written.
     """
+    folder.check_path(path=path)
     finish_pending(memory)
     ranks = Ranks.of(model)
     final = Path(os.path.abspath(path))
@@ -118,7 +119,6 @@ def save(
         given: list[str] = []
         with ranks.agreeing(given) as told:
             check_flags(asynchronous=asynchronous, overwrite=overwrite)
-            check_model(model)
             _check(final, extra, keep, memory)
             optimizers = optimizers_of(optimizer)
             given.append(f"{len(optimizers)} optimizers")

@@ -41,12 +41,6 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
     return found
 
 
-def check_model(model: object) -> None:
-    """Raise TypeError if it is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-
-
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
     """Return the names by which optimizers' states are saved: the model's, without what wrappers put into them. Raises
     ValueError if an optimizer has parameters of something else."""

@@ -58,9 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:
+    except OSError as error:  # of the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes what is left at its end
-        return 128 + getattr(signal, "SIGPIPE", 13)  # Windows has none
+        if isinstance(error, BrokenPipeError):
+            return 128 + getattr(signal, "SIGPIPE", 13)  # Windows has none
+        print(f"graph-fsdp: the output cannot be written: {error}", file=sys.stderr)
+        return 2
 
 
 def _main(arguments: Sequence[str] | None) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.state_keys import Matched, Rename, match_keys
+from graph_fsdp.passes.ir.settings import check_flags
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 INDEX = "model.safetensors.index.json"
@@ -48,6 +49,7 @@ class Safetensors:
                 "a checkpoint must be the path of a safetensors file or of a folder that has some, a list of files, "
                 f"or a graph_fsdp.checkpoint.Safetensors, got {self.path!r}"
             )
+        check_flags(strict=self.strict)
         if self.rename is not None and not callable(self.rename):
             raise TypeError(f"rename must be a function of a name in the model, or None, got {self.rename!r}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -93,8 +94,9 @@ class CommunicationMethods:
         engine, unit = place(self)
         if unit:
             raise UnsupportedError("clip_grad_norm_() is of the gradients of the whole model; call it on the model")
-        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        given: dict[str, Any] = {"max_norm": max_norm, "norm_type": norm_type}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         if engine.settings.stepped:
             raise UnsupportedError(

@@ -62,7 +62,7 @@ class UnitMethods:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether units are gathered again in backward. With False they stay whole from forward to backward; and
         from their next forward without gradients until a backward has ended, so that evaluations gather once."""
-        check_bool(reshard_after_forward=reshard_after_forward)
+        check_bool(reshard_after_forward=reshard_after_forward, recurse=recurse)
         engine, _ = place(self)
         check_sharded(engine, "set_reshard_after_forward")
         units, before = units_of(self, recurse), dict(engine.settings.reshard_after_forward)
@@ -76,7 +76,7 @@ class UnitMethods:
         """Say whether the end of a backward reshards units. With False they are gathered before their next forward with
         gradients and stay whole over the backwards of an accumulation. Set True before the last of them: the optimizer
         changes shards, and a forward on whole parameters that are older is an error."""
-        check_bool(reshard_after_backward=reshard_after_backward)
+        check_bool(reshard_after_backward=reshard_after_backward, recurse=recurse)
         engine, _ = place(self)
         check_sharded(engine, "set_reshard_after_backward")
         if not reshard_after_backward:

@@ -58,14 +58,18 @@ def find_model(model: str, batch: int | None, length: int | None) -> tuple[Calla
 
 def _named(path: str, name: str) -> Any:
     """Return what a file or a module has under a name, None if nothing."""
-    if path.endswith(".py"):
-        if not Path(path).is_file():
-            raise ValueError(f"model: there is no file {path!r}")
-        return getattr(_loaded(Path(path)), name, None)
+    is_file = path.endswith(".py")
+    if is_file and not Path(path).is_file():
+        raise ValueError(f"model: there is no file {path!r}")
     try:
-        return getattr(importlib.import_module(path), name, None)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"model: there is no module {path!r} ({error}); name one, or a file.py:function") from error
+        module = _loaded(Path(path)) if is_file else importlib.import_module(path)
+    except Exception as error:  # of the user's own code, whatever it is
+        if not is_file and isinstance(error, ModuleNotFoundError):
+            said = f"model: there is no module {path!r} ({error}); name one, or a file.py:function"
+        else:
+            said = f"model: {path} cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+        raise ValueError(said) from error
+    return getattr(module, name, None)
 
 
 def _loaded(path: Path) -> ModuleType:
@@ -93,7 +97,7 @@ def read_config(path: Path) -> Any:
         )
     try:
         fields = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise ValueError(f"model: {path} is no JSON: {error}") from error
     try:
         import transformers
