@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import numbers
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import change, check_bool, check_sharded, place, units_of
 from graph_fsdp.parameters.gradient_norm import clip_gradients
-from graph_fsdp.passes.ir.settings import Settings, is_count
+from graph_fsdp.passes.ir.settings import Settings, is_count, is_positive
 from graph_fsdp.passes.transforms.prefetch import Prefetch
 from graph_fsdp.runtime.slots import Allocate, SlotMemory, by_device
 
@@ -94,9 +93,8 @@ class CommunicationMethods:
         engine, unit = place(self)
         if unit:
             raise UnsupportedError("clip_grad_norm_() is of the gradients of the whole model; call it on the model")
-        given: dict[str, Any] = {"max_norm": max_norm, "norm_type": norm_type}
-        for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > 0:
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not is_positive(value):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         if engine.settings.stepped:
             raise UnsupportedError(
@@ -216,7 +214,7 @@ class CommunicationMethods:
         """Divide the sum of this unit's gradients by ``factor`` instead of the number of ranks. The group adds, and a
         kernel over the shard divides; types that could overflow are divided in part before."""
         engine, unit = place(self)
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+        if not is_positive(factor):
             raise ValueError(f"factor must be a positive number, got {factor!r}")
         _check_reduced(engine, "set_gradient_divide_factor")
         factors = {**dict(engine.settings.divide_factors), unit: float(factor)}

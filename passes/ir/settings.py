@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,6 +13,11 @@ Prefetches: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 def is_count(value: object, least: int = 1) -> bool:
     """Say whether what a user set is a whole number, ``least`` or more. True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_positive(value: object) -> bool:
+    """Say whether what a user set is a number above 0, one of NumPy's too. True is none."""
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and float(value) > 0
 
 
 def check_flags(**flags: object) -> None:
