@@ -100,7 +100,7 @@ def place_on_ranks(
         parallel = dataclasses.replace(parallel, own=own)
     if options.cuda_graphs:
         options.check_cuda_graphs(device)
-    fixed_shapes = check_tensor_parallel(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
+    fixed_shapes = check_tensor_parallel(names, ignored, parallel) or options.cuda_graphs
     return Place(
         mesh=parallel,
         device=device,

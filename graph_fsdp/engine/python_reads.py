@@ -7,7 +7,8 @@ holds the parameter already, an ``autograd.Function`` or a list, has its values 
 
 The gather is a graph as any other, from a unit's shards to its parameters: all options act on it, the verifier checks
 it, ranks run it in step, and the report has it. To autograd a placeholder is a leaf, whose whole gradient goes through
-the backward of the gather's graph, the reduction, when the model's backward has ended.
+the backward of the gather's graph, the reduction, when the model's backward has ended. Of a tensor-parallel one, a
+DTensor, it is this rank's part that is gathered, exchanged and reduced.
 
 A unit stays whole to the end of the backward, since autograd has saved what it will read; without gradients, until
 another unit is read or the forward ends. A later backward has the unit gathered again. See docs/decisions/pieces.md.
@@ -16,6 +17,7 @@ another unit is read or the forward ends. A later backward has the unit gathered
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.recompilation import CaptureKey, Cause
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.gradients import connected_shards
-from graph_fsdp.parameters.placeholder import calling_line
+from graph_fsdp.parameters.placeholder import calling_line, unguarded
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes.ir.settings import Settings
 
@@ -116,7 +119,7 @@ class PythonReads:
             _, before = self._whole.pop(unit)
             with compat.without_torch_function():
                 for p, empty in zip(self._members[unit], before, strict=True):
-                    p.placeholder.data = empty
+                    _give_memory(p.placeholder, empty)
                     # An operator that autograd has saved the parameter for must find that it is gone.
                     compat.set_version(p.placeholder, self.versions[p.spec.name] + 1)
 
@@ -156,9 +159,12 @@ class PythonReads:
         with torch.inference_mode(False), torch.set_grad_enabled(grad), hooks, compat.without_torch_function():
             shards = connected_shards(members)
             values = self._program(unit, members, trains, read)(*shards)
-            empty = [p.placeholder.data for p in members]
+            empty = [compat.local_part(p.placeholder).detach() for p in members]
             for p, value in zip(members, values, strict=True):
-                p.placeholder.data = value.detach()
+                whole = value.detach()
+                if isinstance(p.placeholder, DTensor):  # of which torch makes no fake one if its part shares a storage
+                    whole = compat.with_storage_of_its_own(whole)
+                _give_memory(p.placeholder, whole)
                 compat.set_version(p.placeholder, self.versions.setdefault(p.spec.name, p.placeholder._version))
         self._whole[unit] = list(values), empty
         if self._engine.storage.active:
@@ -184,7 +190,8 @@ class PythonReads:
             with compat.tracing_in(mode):
                 module = _whole_parameters(members, mode)
                 cause = Cause("python", cost)
-                by_place = dict(enumerate(members))
+                parts = [dataclasses.replace(p, as_used=None) if p.as_used is not None else p for p in members]
+                by_place = dict(enumerate(parts))
                 inputs: list[Any] = [None] * len(members)
                 self._programs[key] = engine._compile_with(CaptureKey(settings, entry), cause, module, inputs, by_place)
         return self._programs[key]
@@ -201,7 +208,8 @@ class PythonReads:
                 if p.placeholder.grad is not None:  # of a backward that raised
                     p.placeholder.grad = None
                 if p.placeholder.requires_grad and name not in self._leaves:
-                    self._leaves[name] = node = torch.autograd.graph.get_gradient_edge(p.placeholder).node
+                    with unguarded([p.placeholder]):
+                        self._leaves[name] = node = torch.autograd.graph.get_gradient_edge(p.placeholder).node
                     node.register_hook(self._arrived)
 
     def _arrived(self, *_: Any) -> None:
@@ -221,6 +229,8 @@ class PythonReads:
                 pairs: list[tuple[Tensor, Tensor]] = []
                 for p, value in zip(self._members[unit], values, strict=True):
                     grad, p.placeholder.grad = p.placeholder.grad, None
+                    if isinstance(grad, DTensor) and isinstance(p.placeholder, DTensor):
+                        grad = grad.redistribute(placements=p.placeholder.placements).to_local()
                     pairs += [(value, grad)] if grad is not None and value.requires_grad else []
                 torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
         if not self._engine.storage.active:
@@ -236,6 +246,13 @@ class PythonReads:
                         f"parameter {p.spec.name!r} was written by code outside of graphs in the model's forward, "
                         "where it is a gathered copy; write to it in graph_fsdp.unsharded, outside of the forward"
                     )
+
+
+def _give_memory(placeholder: Tensor, memory: Tensor) -> None:
+    if isinstance(placeholder, DTensor):
+        compat.set_local_tensor(placeholder, memory)
+    else:
+        placeholder.data = memory
 
 
 def _itself(tensor: Tensor) -> Tensor:

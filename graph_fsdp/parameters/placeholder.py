@@ -10,9 +10,11 @@ tracing that.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +50,8 @@ _METADATA = frozenset(
 def _torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Guard placeholders, as their ``__torch_function__``. Tensor-parallel ones are unguarded where Dynamo traces."""
-    if (cls is GuardedPlaceholder and compat.is_tracing()) or func in _METADATA:
+    """Guard placeholders, as their ``__torch_function__``."""
+    if compat.is_tracing() or func in _METADATA:
         with compat.without_torch_function():
             return func(*args, **(kwargs or {}))
     return _read(func, args, kwargs or {})
@@ -69,6 +71,20 @@ class GuardedTensorParallelPlaceholder(DTensor):
     __torch_function__: Any = classmethod(_torch_function)
 
 
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of DTensor that reads its part, and of which torch tells no ``__torch_function__``."""
+
+    @functools.wraps(method)
+    def guarded(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        return _torch_function(type(self), method, (), (self, *args), kwargs)
+
+    return guarded
+
+
+for _name in ("__repr__", "to_local", "full_tensor", "redistribute"):
+    setattr(GuardedTensorParallelPlaceholder, _name, _guarded(getattr(DTensor, _name)))
+
+
 def set_guarded(placeholders: Iterable[nn.Parameter], guarded: bool) -> None:
     """Switch the guards of placeholders on or off, in place: references to them stay valid."""
     plain: type[Any] = GuardedPlaceholder if guarded else nn.Parameter
@@ -77,16 +93,28 @@ def set_guarded(placeholders: Iterable[nn.Parameter], guarded: bool) -> None:
         placeholder.__class__ = of_tensor_parallel if isinstance(placeholder, DTensor) else plain
 
 
+@contextlib.contextmanager
+def unguarded(placeholders: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Take guards away for a block: torch 2.9 wants a view of a DTensor to be of the class of what it is a view of."""
+    set_guarded(placeholders, False)
+    try:
+        yield
+    finally:
+        set_guarded(placeholders, True)
+
+
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on placeholders that have memory for it (``python_reads.py``)."""
     by_model: dict[Storage, list[str]] = {}
+    divided: list[Any] = []
     for value in iterate_tensors([*args, *kwargs.values()]):
         if isinstance(value, (GuardedPlaceholder, GuardedTensorParallelPlaceholder)):
             name, storage = value._graph_fsdp
             by_model.setdefault(storage, []).append(name)
+            divided += [value] if isinstance(value, DTensor) else []
     for storage, names in by_model.items():
         _have_memory(func, storage, names)
-    with compat.without_torch_function():
+    with unguarded(divided), compat.without_torch_function():
         return func(*args, **kwargs)
 
 

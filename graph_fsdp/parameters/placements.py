@@ -93,17 +93,13 @@ def _dimension(placement: Any, name: str, p: nn.Parameter, world_size: int) -> i
 
 
 def check_tensor_parallel(
-    names: Mapping[nn.Parameter, Sequence[str]],
-    ignored: Collection[nn.Parameter],
-    mesh: DataParallelMesh | None,
-    *,
-    fullgraph: bool,
+    names: Mapping[nn.Parameter, Sequence[str]], ignored: Collection[nn.Parameter], mesh: DataParallelMesh | None
 ) -> bool:
     """Say whether anything is tensor-parallel, and check that it can be sharded over ``mesh``.
 
     Raises:
         AlreadyShardedError: a parameter is a DTensor on a mesh that is no other dimension of the same one.
-        UnsupportedError: one is, in a way or with an option that this version does not have.
+        UnsupportedError: one is, in a way that this version does not have.
     """
     found = False
     for p, (name, *_) in names.items():
@@ -127,8 +123,6 @@ def check_tensor_parallel(
             raise UnsupportedError(
                 f"{described}; only DTensors on one or two dimensions that are not partial can be sharded"
             )
-        if not fullgraph:
-            raise UnsupportedError(f"{described}, for which fullgraph=False is not available; leave it out")
     return found
 
 

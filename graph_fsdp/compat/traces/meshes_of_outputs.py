@@ -2,7 +2,8 @@
 
 Since torch 2.13 AOTAutograd passes the mesh of a DTensor through graphs as an object of its own: one that comes out is
 an output, and its gradient brings the mesh again. Where both are one mesh, AOTAutograd takes the gradient's for the
-output, which the forward graph does not have: "Node tangents_2 was invalid, but is output".
+output, which the forward graph does not have: "Node tangents_2 was invalid, but is output". And where a gradient's mesh
+is a part of one that comes in, it is computed in the graph, by an operator that Inductor does not know.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def take_meshes_from_forward(joint: fx.GraphModule, forward_inputs: int, forward_outputs: int) -> None:
@@ -23,12 +25,21 @@ def take_meshes_from_forward(joint: fx.GraphModule, forward_inputs: int, forward
         if node in tangents and hasattr(node.meta.get("val"), "real_obj"):
             values[place] = _constant(joint, f"_mesh_of_output{place}", node)
     output.args = (type(returned)(values),)
+    for node in list(joint.graph.nodes):
+        if node.op == "call_function" and isinstance(_object(node), DeviceMesh):
+            node.replace_all_uses_with(_constant(joint, f"_{node.name}", node))
+            joint.graph.erase_node(node)
+
+
+def _object(node: fx.Node) -> Any:
+    """Return what a node stands for, if that is an object and no tensor."""
+    value = node.meta.get("val")
+    return getattr(value, "real_obj", value)
 
 
 def _constant(joint: fx.GraphModule, name: str, like: fx.Node) -> fx.Node:
     """Return a node for the object that ``like`` stands for."""
-    value: Any = like.meta["val"]
-    setattr(joint, name, value.real_obj)
+    setattr(joint, name, _object(like))
     with joint.graph.inserting_after(joint.graph.find_nodes(op="placeholder")[-1]):
         node = joint.graph.create_node("get_attr", name)
     node.meta = {key: like.meta[key] for key in ("val", "desc") if key in like.meta}
