@@ -20,6 +20,7 @@ from graph_fsdp.parameters.meshes import Meshes
 from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.parameters.placements import ShardPlacementFn
 from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, default_pipeline, find_hardware
+from graph_fsdp.passes.ir.settings import check_signature
 from graph_fsdp.passes.ir.spec import Offload
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, with_activation_checkpointing
 from graph_fsdp.programs.folder import Folder
@@ -245,6 +246,8 @@ class CompileOptions:
         function = self.param_init_fn
         if function is not None and not callable(function):
             raise TypeError(f"param_init_fn must be a function that initialises a module, or None, got {function!r}")
+        if function is not None:
+            check_signature("param_init_fn", function, "pass a function of a module", "module")
         if function is not None and self.sync_module_states:
             raise ValueError(
                 "param_init_fn would never be called: sync_module_states=True gives every rank the values of the "

@@ -12,7 +12,6 @@ owners lie inside it, or when one module with the parameter is registered twice.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from graph_fsdp.compat import WrapPolicy, select_by_function
+from graph_fsdp.passes.ir.settings import check_signature
 
 # torch's wrap policies: policy objects (ModuleWrapPolicy, CustomPolicy), functions of
 # (module, recurse, nonwrapped_numel), or, our shorthand, the classes or modules themselves; a tuple or list of
@@ -136,7 +136,8 @@ def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]
         hint = f" did you mean {{{policy.__name__}}}?" if issubclass(policy, nn.Module) else ""
         raise TypeError(f"auto_wrap_policy is the class {policy.__name__};{hint} {_ACCEPTED}.")
     if callable(policy) and not isinstance(policy, nn.Module):
-        _check_signature(policy)
+        what = f"auto_wrap_policy {_describe(policy)}"
+        check_signature(what, policy, f"{_ACCEPTED}.", module=None, recurse=True, nonwrapped_numel=0)
         return [(module,) for module in select_by_function(model, policy, ignored)]
     if isinstance(policy, Iterable) and not isinstance(policy, nn.Module | str | bytes | Mapping):
         return _select_listed(model, tuple(policy))
@@ -182,20 +183,6 @@ def _check_groups(model: nn.Module, groups: list[tuple[nn.Module, ...]]) -> None
                     f"auto_wrap_policy makes one unit of {names[module] or 'the model'!r} and of {inner!r} inside it; "
                     "a unit has all that is inside its modules: list the outer one alone, or both by themselves"
                 )
-
-
-def _check_signature(policy: Callable[..., bool]) -> None:
-    """Raise TypeError with what is missing before a call fails inside torch (a forgotten ``functools.partial``)."""
-    try:
-        signature = inspect.signature(policy)
-    except ValueError:  # builtins have none
-        return
-    try:
-        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
-    except TypeError as error:
-        call = "(module=, recurse=, nonwrapped_numel=)"
-        message = f"auto_wrap_policy {_describe(policy)} cannot be called with {call}: {error}; {_ACCEPTED}."
-        raise TypeError(message) from None
 
 
 def _owning_unit(model: nn.Module, names: list[str], first_of: dict[nn.Module, nn.Module]) -> nn.Module:

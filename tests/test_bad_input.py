@@ -385,3 +385,16 @@ def test_methods_for_what_is_otherwise_here(fake_group: None, call: Any, words: 
     with pytest.raises(ValueError, match="keep must be"):
         model.set_keep_unsharded_storage(1)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("option", ["auto_wrap_policy", "mp_policy", "shard_placement_fn", "param_init_fn", "meshes"])
+def test_functions_that_cannot_be_called_are_refused(option: str) -> None:
+    words = (option, "cannot be called with (", "pass a function of" if option != "auto_wrap_policy" else "module=")
+    refuse(MLP(), TypeError, *words, **{option: lambda: None})
+
+
+def test_an_empty_path_of_programs_is_refused() -> None:
+    refuse(
+        MLP(), ValueError, "programs=''", "the path is empty", "pass programs=False", programs="", backend="inductor"
+    )

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graph_fsdp.errors import MeshError
 from graph_fsdp.mesh import DataParallelMesh, check_mesh
+from graph_fsdp.passes.ir.settings import check_signature
 
 Meshes: TypeAlias = Mapping[type[nn.Module] | nn.Module, DeviceMesh] | Callable[[nn.Parameter], DeviceMesh | None]
 
@@ -34,6 +35,7 @@ def find_meshes(
     if meshes is None:
         return {}
     if callable(meshes):
+        check_signature("meshes", meshes, "pass a function of a parameter that returns its mesh or None", "parameter")
         asked = {name: meshes(p) for p, (name, *_) in names.items() if p not in ignored}
         return {name: mesh for name, mesh in asked.items() if mesh is not None}
     if not isinstance(meshes, Mapping):

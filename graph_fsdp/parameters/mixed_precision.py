@@ -30,6 +30,7 @@ from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.parameters.inputs import cast_floats
 from graph_fsdp.passes.ir.layout import QUANTIZED
+from graph_fsdp.passes.ir.settings import check_signature
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.units import modules_on_path
 
@@ -157,6 +158,7 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
         # Of a module's class, or of the nearest of its base classes.
         given = {m: next((mp_policy[cls] for cls in type(m).__mro__ if cls in mp_policy), None) for m in modules}
     elif callable(mp_policy) and not isinstance(mp_policy, (type, nn.Module)):
+        check_signature("mp_policy", mp_policy, "pass a function of a module that returns its policy or None", "module")
         given = {module: mp_policy(module) for module in modules}
     else:
         kind = "a torch.distributed.fsdp.MixedPrecisionPolicy"

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, UnsupportedError
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.passes.ir.settings import check_signature
 
 # ``Shard(dim)``, None, or torch's ``ShardPlacementResult(placement, mesh_info)``, which torch documents since 2.13.
 ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Any]
@@ -46,6 +47,8 @@ def asked_placements(
             "shard_placement_fn must be a function of a parameter that returns Shard(dim) or None, got "
             f"{placement_fn!r}"
         )
+    advice = "pass a function of a parameter that returns Shard(dim) or None"
+    check_signature("shard_placement_fn", placement_fn, advice, "parameter")
     said = {name: placement_fn(p) for p, (name, *_) in names.items() if p not in ignored}
     meshes = {}
     for name, answer in said.items():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Prefetches: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -18,6 +20,20 @@ def is_count(value: object, least: int = 1) -> bool:
 def is_positive(value: object) -> bool:
     """Say whether what a user set is a number above 0, one of NumPy's too. True is none."""
     return not isinstance(value, bool) and isinstance(value, numbers.Real) and float(value) > 0
+
+
+def check_signature(what: str, function: Callable[..., Any], advice: str, *given: str, **named: object) -> None:
+    """Raise TypeError if a function that a user gave cannot be called so, before it is: Python's own error would not
+    say whose it is. ``what``: the argument; ``given``: names for positional arguments of the call."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins have none
+        return
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        call = ", ".join((*given, *(f"{name}=" for name in named)))
+        raise TypeError(f"{what} cannot be called with ({call}): {error}; {advice}") from None
 
 
 def check_flags(**flags: object) -> None:
