@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
 from graph_fsdp import compat
+from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
@@ -181,3 +182,34 @@ def test_units_that_python_reads_are_gathered_by_themselves(
         model(batch(0, 0)[:, :-1]).sum().backward()
     causes = [graph.cause for graph in graph_fsdp.inspect(model).graphs]
     assert read == any("outside of graphs" in str(cause) for cause in causes)
+
+
+class TwoWidths(nn.Module):
+    """Rank 0 has 16 columns of both. Python runs what comes behind the loop, and the same code gathers the columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Broken(nn.Linear(16, 16))])
+        self.wide, self.narrow = nn.Linear(16, 32), nn.Linear(16, 31)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return self.wide(x), self.narrow(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_dtensors_that_dynamo_takes_for_one_another_are_refused(fake_group: None, grad: bool) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = TwoWidths()
+    for name in ("wide", "narrow"):
+        parallelize_module(model, mesh["tp"], {name: ColwiseParallel(output_layouts=Replicate())})
+    ours(model, mesh["dp"], fullgraph=False)
+    try:
+        with torch.set_grad_enabled(grad):
+            wide, narrow = model(torch.randn(4, 16))
+    except UnsupportedError as error:
+        assert "of shape [4, 31] goes from one graph to the next" in str(error)
+        assert "of shape [4, 32], whose part on this rank is as large; let sizes divide" in str(error)
+    else:
+        assert (wide.shape, narrow.shape) == ((4, 32), (4, 31))

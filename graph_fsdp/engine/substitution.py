@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
@@ -130,6 +131,11 @@ class TracedGraph:
         self._module = _copied(module)
         self.records = records(module)
         self._values = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+        self._shapes = {
+            index: tuple(value.shape)
+            for index, value in enumerate(self._values)
+            if isinstance(value, DTensor) and index not in self._names and all(isinstance(n, int) for n in value.shape)
+        }
         modes = (getattr(value, "fake_mode", None) for value in self._values)  # torch 2.9 gives the backend another one
         self._mode = next(filter(None, modes), None) or compat.current_fake_mode()
         self.programs: dict[tuple[str, ...], Runnable] = {}
@@ -141,6 +147,8 @@ class TracedGraph:
         ``compile_graph`` makes it of a copy of the graph, fake inputs and the parameters. Raises ParameterChangedError
         if one of them is no parameter of the model."""
         values, places = list(args), self._names
+        if self._shapes:
+            self._check_shapes(values)
         ids = tuple([id(values[index]) for index in places])
         if ids not in self._known:
             self._known[ids] = [values[index] for index in places], tuple(self._names_among(values))
@@ -152,6 +160,17 @@ class TracedGraph:
             with compat.tracing_in(self._mode):
                 self.programs[names] = self._compile(compile_graph, dict(zip(places, names, strict=True)), again)
         return self.programs[names](*_without(values, again))
+
+    def _check_shapes(self, values: Sequence[Any]) -> None:
+        """Refuse DTensors of other shapes than the graph was traced with. Dynamo of torch 2.13 and 2.15 looks at their
+        parts on this rank alone, which may be alike where the ranks cannot divide a dimension."""
+        for index, shape in self._shapes.items():
+            if tuple(values[index].shape) != shape:
+                raise UnsupportedError(
+                    f"a DTensor of shape {list(values[index].shape)} goes from one graph to the next, where "
+                    f"torch.compile takes it for one of shape {list(shape)}, whose part on this rank is as large; let "
+                    "sizes divide by the tensor-parallel ranks, or remove the graph break"
+                )
 
     def _compile(self, compile_graph: Compile, names: Mapping[int, str], again: Mapping[int, int]) -> Runnable:
         """Compile a copy of the graph for other parameters, without the inputs of those that it takes ``again``."""
