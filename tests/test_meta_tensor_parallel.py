@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import graph_fsdp
-from graph_fsdp import MetaDeviceError, compat
+from graph_fsdp import MetaDeviceError, RankDisagreement, compat
 from graph_fsdp.checkpoint import Safetensors
 
 FACTS = Facts(__name__)
@@ -172,6 +172,18 @@ def experts_of_their_own_ranks_are_parts_too() -> None:
     undivided = graph_fsdp.compile(on_meta(lambda: MoE(4, 16, 1)), param_init_fn=draw, backend="eager")
     found, expected = parameters_of(model), parameters_of(undivided)
     assert found.keys() == expected.keys() and all(map(torch.equal, found.values(), expected.values()))
+
+
+@FACTS
+def ranks_that_divide_otherwise_are_told() -> None:
+    """One of two data-parallel ranks would otherwise wait for the random state of a tensor-parallel rank."""
+    dp, tp = meshes()
+    model = on_meta(Model)
+    if dp.get_local_rank() == 0:
+        divided(model, tp)
+    with pytest.raises(RankDisagreement, match="divided as"):
+        compiled(model, dp)
+    assert all(p.is_meta for p in model.parameters())
 
 
 test_on_four_ranks = FACTS.on(4)

@@ -119,7 +119,8 @@ def _facts(
     if sync_module_states or on_meta:
         for tensor, name in names.items():
             where = " on the meta device" if tensor.is_meta and not sync_module_states else ""
-            lines.append(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{where}")
+            divided = f" divided as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+            lines.append(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{divided}{where}")
     return lines
 
 
