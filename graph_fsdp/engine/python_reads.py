@@ -34,6 +34,7 @@ from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.placeholder import calling_line, unguarded
 from graph_fsdp.parameters.sharded import ShardedParameter
+from graph_fsdp.parameters.shards import set_memory
 from graph_fsdp.passes.ir.settings import Settings
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class PythonReads:
             _, before = self._whole.pop(unit)
             with compat.without_torch_function():
                 for p, empty in zip(self._members[unit], before, strict=True):
-                    _give_memory(p.placeholder, empty)
+                    set_memory(p.placeholder, empty)
                     # An operator that autograd has saved the parameter for must find that it is gone.
                     compat.set_version(p.placeholder, self.versions[p.spec.name] + 1)
 
@@ -164,7 +165,7 @@ class PythonReads:
                 whole = value.detach()
                 if isinstance(p.placeholder, DTensor):  # of which torch makes no fake one if its part shares a storage
                     whole = compat.with_storage_of_its_own(whole)
-                _give_memory(p.placeholder, whole)
+                set_memory(p.placeholder, whole)
                 compat.set_version(p.placeholder, self.versions.setdefault(p.spec.name, p.placeholder._version))
         self._whole[unit] = list(values), empty
         if self._engine.storage.active:
@@ -246,13 +247,6 @@ class PythonReads:
                         f"parameter {p.spec.name!r} was written by code outside of graphs in the model's forward, "
                         "where it is a gathered copy; write to it in graph_fsdp.unsharded, outside of the forward"
                     )
-
-
-def _give_memory(placeholder: Tensor, memory: Tensor) -> None:
-    if isinstance(placeholder, DTensor):
-        compat.set_local_tensor(placeholder, memory)
-    else:
-        placeholder.data = memory
 
 
 def _itself(tensor: Tensor) -> Tensor:

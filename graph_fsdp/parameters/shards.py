@@ -162,7 +162,7 @@ class Storage(Shards):
             if tensor.device == value.device and can_be_written(tensor):
                 compat.local_part(tensor).detach().copy_(value)
             else:
-                _set_memory(tensor, value)
+                set_memory(tensor, value)
         self._whole.clear()
         self.by_original.clear()
 
@@ -171,7 +171,7 @@ class Storage(Shards):
         shape, dtype = p.spec.shape, p.spec.param_dtype
         if p.used_like is not None:
             shape, dtype = tuple(p.used_like.shape), p.used_like.dtype
-        _set_memory(p.placeholder, make(shape, dtype, self.device))
+        set_memory(p.placeholder, make(shape, dtype, self.device))
 
     def after_apply(self) -> None:
         with contextlib.suppress(ParameterChangedError):  # the next forward says so
@@ -364,7 +364,7 @@ def _layout(spec: ModelSpec) -> dict[torch.dtype, dict[str, int]]:
     return found
 
 
-def _set_memory(tensor: Tensor, value: Tensor) -> None:
+def set_memory(tensor: Tensor, value: Tensor) -> None:
     """Give ``tensor`` the memory of ``value``, wherever the model refers to it."""
     if isinstance(tensor, DTensor):
         give_memory(tensor, value)
