@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
-from graph_fsdp.parameters.extensions import is_extended
 from graph_fsdp.parameters.meshes import Meshes
 from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.parameters.placements import ShardPlacementFn
@@ -144,15 +143,13 @@ class CompileOptions:
             )
         return Offload(device, policy.pin_memory and device.type != "cpu")
 
-    def check_meshes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise for options that do not go with ``meshes``, which gives these parameters meshes of their own."""
+    def check_meshes(self) -> None:
+        """Raise for options that do not go with parameters that ``meshes`` gives meshes of their own."""
         if self.reshards_to_groups:
             raise UnsupportedError(
                 f"reshard_after_forward={self.reshard_after_forward} divides the ranks of one mesh into groups, and "
                 "meshes gives parameters others; pass True or False"
             )
-        if any(map(is_extended, parameters)):
-            raise UnsupportedError("meshes: parameters with tensor extensions have the model's mesh; leave these out")
 
     def check_cuda_graphs(self, device: torch.device) -> None:
         """Raise for options and devices that do not go with ``cuda_graphs=True``."""

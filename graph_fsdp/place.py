@@ -23,7 +23,7 @@ from graph_fsdp.mesh import Mesh, find_mesh
 from graph_fsdp.module.module import GraphFSDPModule
 from graph_fsdp.module.refusals import Registry
 from graph_fsdp.options import CompileOptions
-from graph_fsdp.parameters.extensions import check_extensions
+from graph_fsdp.parameters.extensions import check_extended_rows, check_extensions
 from graph_fsdp.parameters.meshes import find_meshes, own_meshes
 from graph_fsdp.parameters.placements import asked_placements, check_tensor_parallel, shard_dims
 from graph_fsdp.parameters.quantized_weights import Quantized, find_quantized, is_quantized
@@ -84,10 +84,8 @@ def place_on_ranks(
     }
     check_extensions(
         {p: p_names for p, p_names in names.items() if p not in ignored and not is_quantized(p)},
-        offload_policy=options.offloads,
         reshard_after_forward_as_a_number=options.reshards_to_groups,
         regions_whole=options.regions == "whole",
-        shard_placement_fn=options.shard_placement_fn is not None,
     )
     placements, meshes = asked_placements(options.shard_placement_fn, names, ignored)
     given = find_meshes(options.meshes, model, names, ignored)
@@ -96,11 +94,13 @@ def place_on_ranks(
     parallel, device = find_mesh(mesh, _device_of(model, ignored), options.dp_mesh_dims)
     if own := own_meshes({**given, **meshes}, parallel):
         assert parallel is not None
-        options.check_meshes([p for p, (name, *_) in names.items() if name in own])
+        options.check_meshes()
         parallel = dataclasses.replace(parallel, own=own)
     if options.cuda_graphs:
         options.check_cuda_graphs(device)
     fixed_shapes = check_tensor_parallel(names, ignored, parallel) or options.cuda_graphs
+    dims = shard_dims(placements, names, parallel)
+    check_extended_rows(dims, names)
     return Place(
         mesh=parallel,
         device=device,
@@ -110,7 +110,7 @@ def place_on_ranks(
         whole=options.regions == "whole",
         dynamic=False if fixed_shapes and options.dynamic is None else options.dynamic,
         programs=options.kept_programs(),
-        shard_dims=shard_dims(placements, names, parallel),
+        shard_dims=dims,
         quantized=find_quantized(names, ignored, device, **of_no_plain_parameters),
     )
 

@@ -19,8 +19,8 @@ from printed import bucket_tables, stage_text
 from reference import fsdp2
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
@@ -378,8 +378,12 @@ REFUSED: list[tuple[type[Wrapped], dict[str, Any], type[Exception], str]] = [
         r"takes \(inner.*define it with \(inner_tensors, metadata",
     ),
     (OfWrongDtype, {}, ValueError, "makes torch.float8_e4m3fn"),
-    (Float8, {"offload_policy": CPUOffloadPolicy()}, UnsupportedError, "not available with offload_policy"),
-    (Float8, {"shard_placement_fn": lambda p: None}, UnsupportedError, "not available with shard_placement_fn"),
+    (
+        Float8,
+        {"shard_placement_fn": lambda p: Shard(1) if p.dim() > 1 else None},
+        UnsupportedError,
+        r"'blocks.0.up.weight' is to be sharded on dimension 1.*return Shard\(0\)",
+    ),
     (Float8, {"reshard_after_forward": 2}, UnsupportedError, "reshard_after_forward_as_a_number"),
     (Float8, {"backend": "inductor", "regions": "whole"}, UnsupportedError, "not available with regions_whole"),
 ]

@@ -21,7 +21,7 @@ from models import MLP
 from printed import calls
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -297,7 +297,6 @@ def test_weights_that_have_no_such_format_are_refused(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"offload_policy": CPUOffloadPolicy()}, "not available with offload_policy"),
         ({"reshard_after_forward": 2}, "reshard_after_forward_as_a_number"),
         ({"backend": "inductor", "regions": "whole"}, "not available with regions_whole"),
     ],

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.placements import as_model_uses_it
 from graph_fsdp.parameters.sharded import Owners
 from graph_fsdp.passes.ir.dialect import gather_param, reduce_grad, reduce_payloads
-from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, named_buckets, unit_runs
+from graph_fsdp.passes.ir.spec import HOST, MeshSpec, ModelSpec, Offload, ParameterSpec, named_buckets, unit_runs
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -88,6 +88,16 @@ def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) 
                 raise UnsupportedError(f"{what} with {_PRE}, which is not available with {option}; leave one out")
 
 
+def check_extended_rows(shard_dims: Mapping[str, int], names: Mapping[nn.Parameter, Sequence[str]]) -> None:
+    """Refuse extended parameters that ``shard_placement_fn`` shards on another dimension than the first."""
+    for p, (name, *_) in names.items():
+        if shard_dims.get(name) and is_extended(p):
+            raise UnsupportedError(
+                f"shard_placement_fn: parameter {name!r} is to be sharded on dimension {shard_dims[name]}, and its "
+                f"{_PRE} is given rows; return Shard(0) or None for it"
+            )
+
+
 class ExtendedGather(nn.Module):
     """Makes a full parameter of a shard, as a module of the captured graph."""
 
@@ -98,9 +108,13 @@ class ExtendedGather(nn.Module):
         owner: nn.Module,
         mesh: DataParallelMesh | None,
         policy: MixedPrecisionPolicy,
+        offload: Offload | None,
     ) -> None:
         super().__init__()
         self.spec, self.policy = p, policy
+        # Where shards are kept on the CPU: the copy on the device, and the devices of the copy and of the gradient.
+        self.fetched = None if offload is None else _of_this_rank(p)
+        self.devices = (None, None) if offload is None else (offload.device, HOST)
         part: Any = compat.local_part(parameter)
         (self.attribute,), self.context = part.__tensor_flatten__()
         self.subclass = type(part)
@@ -173,6 +187,12 @@ class ExtendedGather(nn.Module):
         )
 
 
+def _of_this_rank(p: ParameterSpec) -> ParameterSpec:
+    """Return the shard of a parameter as a parameter that this rank alone has."""
+    name, alone = f"{p.name}#shard", MeshSpec("", "", 1)
+    return ParameterSpec(name, p.unit, p.shard_shape, p.dtype, p.dtype, p.dtype, trainable=False, mesh=alone)
+
+
 def _viewed(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value if value.dtype is dtype else value.view(dtype)
 
@@ -181,6 +201,9 @@ class _GatherByExtension(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, extension: ExtendedGather) -> Tensor:
         ctx.extension, ctx.shard_shape, ctx.dtype = extension, list(shard.shape), shard.dtype
+        if (p := extension.fetched) is not None:
+            own = (p.name, p.mesh.group, p.mesh.replicate_group)
+            shard = gather_param(shard, list(p.shape), p.dtype, p.dtype, *own, extension.devices[0])
         local = extension.local(shard)
         payloads, dtypes, metadata = extension.pre(local, shard)
         gathered = [
@@ -192,8 +215,8 @@ class _GatherByExtension(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         p: ParameterSpec = ctx.extension.spec
-        replicas = filter(None, [p.mesh.replicate_group])
-        return reduce_grad(grad, ctx.shard_shape, ctx.dtype, p.reduce_dtype, p.name, p.mesh.group, *replicas), None
+        options = (p.reduce_dtype, p.name, p.mesh.group, p.mesh.replicate_group, ctx.extension.devices[1])
+        return reduce_grad(grad, ctx.shard_shape, ctx.dtype, *options), None
 
 
 class _OwnCollectives(compat.TorchDispatchMode):
@@ -229,13 +252,20 @@ def extend(
 ) -> tuple[ModelSpec, dict[str, ExtendedGather]]:
     """Return the model with the payloads of its extended parameters, in buckets, and what gathers each parameter."""
     gathers = {
-        name: ExtendedGather(spec.parameters[name], p, owners[name][0][0], mesh, policy_of(name))
+        name: ExtendedGather(
+            spec.parameters[name],
+            p,
+            owners[name][0][0],
+            mesh and mesh.of_parameter(name),
+            policy_of(name),
+            spec.offload,
+        )
         for name, p in originals.items()
         if spec.parameters[name].extended
     }
     for gather in gathers.values():
         gather.payloads = gather.trace(device)
-    payloads = {p.name: p for gather in gathers.values() for p in gather.payloads}
+    payloads = {p.name: p for gather in gathers.values() for p in (gather.fetched, *gather.payloads) if p is not None}
     runs = ((f"{run[0].unit or 'root'}#payload", run) for run in unit_runs(payloads.values()))
     buckets = (*spec.buckets, *named_buckets(runs))
     return dataclasses.replace(spec, payloads=payloads, buckets=buckets), gathers

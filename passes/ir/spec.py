@@ -194,7 +194,8 @@ class ModelSpec:
     that have another. ``reshard_group``, of ``reshard_size`` consecutive ranks of the group that shards, shards between
     forward and backward; 0 where there is none. ``own_reduce_group``: another group of the ranks that shard, so that
     gathers do not queue with reductions; "" without one. ``offload``: None where shards are kept on the device that
-    they are gathered on. ``payloads``: what extended parameters travel as, in ``buckets`` too.
+    they are gathered on. ``payloads``: what extended parameters travel as, and copies of their shards on the device, in
+    ``buckets`` too.
     """
 
     parameters: dict[str, ParameterSpec]

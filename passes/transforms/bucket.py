@@ -140,7 +140,7 @@ def _divided(graph: Graph, context: PassContext) -> tuple[_Groups, _Groups]:
         p = _parameter(node, context)
         if not (p.replicated or p.empty or p.world_size == 1):
             gathered.setdefault(_bucket_name(p, context), []).append(node)
-        elif context.model.offload is not None and not p.empty:
+        elif _is_copied(node) and not p.empty:
             copied.setdefault(_bucket_name(p, context), []).append(node)
         else:
             with graph.fx_graph.inserting_before(node):
@@ -149,6 +149,11 @@ def _divided(graph: Graph, context: PassContext) -> tuple[_Groups, _Groups]:
                     value = graph.call(aten.new_empty.default, (value, list(p.stored_shape)), _device(node), like=node)
                 graph.replace({node: _cast(graph, value, p.param_dtype, node)})
     return gathered, copied
+
+
+def _is_copied(gather: fx.Node) -> bool:
+    """Say whether the shard is kept on the CPU, and copied to the device first."""
+    return dialect.argument(gather, "device") is not None
 
 
 def _gather(
@@ -163,12 +168,14 @@ def _gather(
     first_uses = {n: min(n.users, key=positions.__getitem__) for n in nodes}
     with graph.fx_graph.inserting_before(min(first_uses.values(), key=positions.__getitem__)):
         shards = [operand(by_name[p.name]) for p in used]
-        if model.offload is not None:
+        copied = _is_copied(by_name[used[0].name])
+        if copied:
+            assert model.offload is not None
             copy = (shards, offsets, bucket.shard_numel, model.offload.device)
             shards = [start_and_wait(graph, dialect.fetch_start, copy, record)]
         messages = [] if custom else bucket.message_arguments()
         layout = (offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, group, messages)
-        arguments = (shards, *layout, numels if model.offload is not None else [], custom)
+        arguments = (shards, *layout, numels if copied else [], custom)
         wait = start_and_wait(graph, dialect.all_gather_start, arguments, record)
     for p, offset in zip(used, offsets, strict=True):
         gather = by_name[p.name]

@@ -88,8 +88,8 @@ class Prefetch(GraphPass):
         defer_reductions(graph, reductions, in_flight, 0 if given else len(graph.delayed), over_replicas)
         _hoist_waits(graph, readers, within_budget=self.budget is not None)
         context.plan.keep(graph)
-        place_copies(graph)
         place_payloads(graph)
+        place_copies(graph)
         limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
         ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
         return f"{ahead}, at most {in_flight} reductions in flight{limit}"

@@ -14,7 +14,8 @@ say), each with a ``gather_param`` of its own; ``fsdp_post_all_gather`` makes th
 are traced like the model. The payloads of a unit are in buckets of their own, by dtype; the parameter's shard stays in
 a bucket that is reduced and never gathered. Where an extension all-reduces over the ranks that shard (torchao's float8,
 for the largest value of a weight), a graph's reductions become one, right behind the inputs; backward has what forward
-found, and reduces nothing.
+found, and reduces nothing. Where shards are on the CPU, payloads are made of a copy, which the bucket pass makes of a
+``gather_param`` over this rank alone.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def place_copies(graph: Graph) -> None:
 
 
 def place_payloads(graph: Graph) -> None:
-    """Put what computes payloads right in front of the first gather that sends any of it."""
+    """Put what computes payloads right in front of the first gather that sends any of it, with the copies it is made
+    of, which ``place_copies`` then starts earlier."""
     positions = graph.positions()
     first = ancestors(_reductions(graph))
     placed = set(first)

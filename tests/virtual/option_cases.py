@@ -112,6 +112,9 @@ OPTIONS: dict[str, Option] = {
     "fp16": Option({"mp_policy": FP16}, numbers="mixed"),
     "int8 gradients": Option({"mp_policy": INT8}, numbers="mixed"),
     "float8": Option(make=lambda: extended(Scaled, depth=DEPTH), numbers="changed"),
+    "float8, offload": Option(
+        {"offload_policy": CPUOffloadPolicy()}, make=lambda: extended(Scaled, depth=DEPTH), numbers="changed"
+    ),
     "offload": Option({"offload_policy": CPUOffloadPolicy()}),
     "offload, pageable": Option({"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "activation offload": Option({"activation_checkpointing": "offload"}),

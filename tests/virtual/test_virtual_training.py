@@ -51,7 +51,7 @@ ALLOCATION = "the next allocation"
 HEALTH = list(HealthCheck)
 REFUSED: list[tuple[str, ...]] = []  # pairs of options, by an error that says so
 # Of the options, and of those that mutants train with, those in `make test`.
-SHORT = ("int", "HSDP", "float8", "offload", "from the CPU", "evaluation")
+SHORT = ("int", "HSDP", "float8", "float8, offload", "offload", "from the CPU", "evaluation")
 SHORT_MUTANTS = (("ZeRO-3",), ("offload", "evaluation"))
 
 
