@@ -203,6 +203,23 @@ def test_dropout_of_what_was_scaled_by_a_parameter_is_drawn_again() -> None:
     torch.testing.assert_close(scale.grad, second.grad)
 
 
+class Gated(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(torch.sin(x * self.scale), 0.5) * self.scale
+
+
+def test_within_a_budget_dropout_is_drawn_once_with_symbolic_sizes_too() -> None:
+    def gradients(**options: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Gated(), Gated(), Gated())
+        graph_fsdp.compile(model, auto_wrap_policy={Gated}, backend="eager", dynamic=True, **options)
+        model(torch.rand(2, 8)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for budget in (0, 0.5):
+        assert all(map(torch.equal, gradients(activation_checkpointing=budget), gradients()))
+
+
 class Checkpointed(nn.Sequential):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8))

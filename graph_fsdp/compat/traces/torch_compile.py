@@ -29,6 +29,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
 from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
+from torch._inductor import fx_utils
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._prims import rng_prims
@@ -79,7 +80,11 @@ def _give_values(graph: torch.fx.Graph) -> None:
 @contextlib.contextmanager
 def activation_memory_budget(budget: float) -> Iterator[None]:
     """Let the partitioner save this part of the activations for backward; 1 is its own rule. The meshes of DTensors,
-    which are inputs of a graph since torch 2.13, count as nothing."""
+    which are inputs of a graph since torch 2.13, count as nothing.
+
+    Until torch 2.13 it takes an operator of several results, which has no storage, for an input of a graph that has a
+    symbolic size among its inputs, which has none either, and saves nothing of it: a dropout's mask would be drawn
+    again."""
     if budget == 1:  # what the user may have set is left alone
         yield
         return
@@ -88,12 +93,18 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
     def chosen(*args: Any, **kwargs: Any) -> list[torch.fx.Node]:
         return list(dict.fromkeys(node for found in choose(*args, **kwargs) for node in _tensors_of(found)))
 
+    def storage_of(node: torch.fx.Node) -> Any:
+        storage = get_storage(node)
+        return node if storage is None else storage
+
+    get_storage = fx_utils.get_node_storage
     options = {"activation_memory_budget": budget}
     if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         options["unsafe_treat_script_objects_as_zero_size"] = True
     with (
         functorch_config.patch(options),
         unittest.mock.patch.object(partitioners, "choose_saved_values_set", chosen),
+        unittest.mock.patch.object(fx_utils, "get_node_storage", storage_of),
     ):
         yield
 
