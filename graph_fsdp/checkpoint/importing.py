@@ -25,9 +25,9 @@ from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, size_mismatch
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.passes.ir.canonical_form import digest
 from graph_fsdp.passes.ir.settings import check_flags, is_count
 from graph_fsdp.report.report import engine_of
-from graph_fsdp.runtime.ranks.agreement import digest
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
