@@ -67,10 +67,7 @@ class Plan(GraphReport):
     @property
     def mesh_shape(self) -> tuple[int, ...] | dict[str, int]:
         """Return ``(ranks that shard,)`` or ``(replicas, ranks that shard)``; with other dimensions, their sizes."""
-        if not self.dimensions.is_plain:
-            return self.dimensions.sizes()
-        replicas, shards = self.dimensions.dp_replicate, self.dimensions.dp_shard
-        return (replicas, shards) if replicas > 1 else (shards,)
+        return self.dimensions.plain_shape if self.dimensions.is_plain else self.dimensions.sizes()
 
     # Time
 
