@@ -36,7 +36,6 @@ class Plan(GraphReport):
     def __init__(
         self,
         traced: Traced,
-        hardware: Hardware,
         dimensions: Dimensions,
         optimizer: Optimizer,
         inputs: Any,
@@ -46,7 +45,9 @@ class Plan(GraphReport):
     ) -> None:
         """Take the ``inputs`` of one rank: ``tokens`` of the first 2-D integers, ``rows`` of the first tensor."""
         self.__dict__.update(traced.report.__dict__)
-        self.traced, self.hardware, self.dimensions, self.optimizer = traced, hardware, dimensions, optimizer
+        assert traced.context.cost is not None
+        self.traced, self.hardware = traced, traced.context.cost.hardware
+        self.dimensions, self.optimizer = dimensions, optimizer
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
         leaves = pytree.tree_leaves(self.inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -260,8 +261,7 @@ def plan(
         passes=passes,
         **compile_options,
     )
-    given = clip_gradients, expandable_segments
-    return Plan(traced, described, dimensions, optimizer, example_inputs, conditions, *given)
+    return Plan(traced, dimensions, optimizer, example_inputs, conditions, clip_gradients, expandable_segments)
 
 
 def _pipeline_for(described: Hardware, passes: Any) -> PassPipeline:
