@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graph_fsdp.compat import pytree
+from graph_fsdp.parameters.inputs import tokens_in
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
 from graph_fsdp.passes.analysis.memory import shards_on_device
@@ -51,7 +52,7 @@ class Plan(GraphReport):
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
         leaves = pytree.tree_leaves(self.inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
+        self.tokens = tokens_in(self.inputs)
         self.rows = next((t.shape[0] for t in tensors if t.dim()), None)
         self.conditions, self.clips_gradients = conditions, clips_gradients
         self.expandable_segments = expandable_segments
