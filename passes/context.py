@@ -135,18 +135,6 @@ class PassContext:
     graphs: dict[Phase, Graph] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
 
-    @property
-    def facts(self) -> dict[Phase, frozenset[str]]:
-        return {phase: graph.facts for phase, graph in self.graphs.items()}
-
-    @property
-    def collectives(self) -> dict[Phase, list[tuple[str, str]]]:
-        return {phase: graph.order for phase, graph in self.graphs.items() if graph.order is not None}
-
-    @property
-    def slots(self) -> dict[Phase, tuple[int, ...]]:
-        return {phase: graph.slots for phase, graph in self.graphs.items() if graph.slots}
-
     def bucket_of(self, parameter: str) -> BucketSpec:
         return self.model.bucket_of[parameter]
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.canonical_form import digest
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import begins_of
@@ -28,7 +29,6 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame, StartPlan, start_copy, start_gather, start_reduction
 from graph_fsdp.runtime.observe import Event, MakeObserver, Watcher, observed, ranges, seen_by
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
-from graph_fsdp.runtime.ranks.agreement import digest
 from graph_fsdp.runtime.regions.regions import Region, RegionCache, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots, by_device
 from graph_fsdp.runtime.withheld_gradients import KeptGradients, keep_plan, owned_gradients

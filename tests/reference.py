@@ -212,6 +212,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return (difference / expected.double().abs().max().clamp_min(1e-30)).item()
 
 
+def check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Of the same names, bit for bit."""
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
 def check_close(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float, what: str) -> None:
     """Each tensor to ``bound`` by ``relative_error``; the message has the worst."""
     assert list(actual) == list(expected), f"{what}: other names"

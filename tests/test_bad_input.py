@@ -25,6 +25,7 @@ import graph_fsdp
 from graph_fsdp import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
 from graph_fsdp.compat import check_torch_version
 from graph_fsdp.mesh import world_size_of_environment
+from graph_fsdp.module.collectives import CollectiveMethods
 from graph_fsdp.module.communication import CommunicationMethods
 from graph_fsdp.module.module import unsupported
 from graph_fsdp.module.unit_methods import UnitMethods
@@ -359,7 +360,7 @@ FSDP2_METHODS = [
     n
     for n, method in vars(FSDPModule).items()
     if callable(method) and not n.startswith("_")
-    if not any(hasattr(methods, n) for methods in (UnitMethods, CommunicationMethods))
+    if not any(hasattr(methods, n) for methods in (UnitMethods, CommunicationMethods, CollectiveMethods))
 ]
 
 

@@ -16,7 +16,7 @@ from facts import Facts
 from launch import run_ranks
 from models import MLP
 from printed import bucket_tables, stage_text
-from reference import fsdp2
+from reference import check_equal, fsdp2
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -197,12 +197,6 @@ def train(model: nn.Module, steps: int = 2) -> dict[str, Tensor]:
     return found
 
 
-def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
-
-
 @functools.cache
 def trained() -> dict[str, Tensor]:
     """On this rank by FSDP2, with int8 weights."""
@@ -212,7 +206,7 @@ def trained() -> dict[str, Tensor]:
 @FACTS
 def in_bfloat16_too() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    equal(train(compiled(Int8Rows, mp_policy=policy)), train(fsdp2(extended(Int8Rows), mp_policy=policy)))
+    check_equal(train(compiled(Int8Rows, mp_policy=policy)), train(fsdp2(extended(Int8Rows), mp_policy=policy)))
 
 
 @FACTS
@@ -222,7 +216,7 @@ def int8_weights_train_as_with_fsdp2_in_every_schedule() -> None:
         {"reshard_after_forward": False, "passes": default_pipeline(bucket=700)},
     ):
         torch._dynamo.reset()
-        equal(train(compiled(Int8Rows, **options)), trained())
+        check_equal(train(compiled(Int8Rows, **options)), trained())
 
 
 @FACTS

@@ -144,26 +144,21 @@ def test_where_nothing_shards_whole_gradients_are_kept() -> None:
     assert not calls(report.backward, "all_reduce_start", "reduce_scatter_start")
 
 
-def test_a_divide_factor_is_an_argument_of_the_reductions() -> None:
+@pytest.mark.parametrize(
+    ("method", "value", "argument"),
+    [
+        ("set_gradient_divide_factor", 3.0, "factor=3.0"),
+        ("set_force_sum_reduction_for_comms", True, "summed=True"),
+    ],
+)
+def test_divide_factors_and_sums_are_arguments_of_the_reductions(method: str, value: float, argument: str) -> None:
     model = model_on((2, 4))
-    every_unit(model, "set_gradient_divide_factor", 3.0)
-    assert_expected_inline(
-        roots(step(model)),
-        """\
-reduce_root = reduce_scatter_start([head.{weight: mm, bias: sum}], float32, world_size=4, replicas=2, factor=3.0)
-replicate_root = all_reduce_shard_start(reduced_root, ranks=8, factor=3.0)""",
-    )
-
-
-def test_sums_are_an_argument_of_the_reductions() -> None:
-    model = model_on((2, 4))
-    every_unit(model, "set_force_sum_reduction_for_comms", True)
-    assert_expected_inline(
-        roots(step(model)),
-        """\
-reduce_root = reduce_scatter_start([head.{weight: mm, bias: sum}], float32, world_size=4, replicas=2, summed=True)
-replicate_root = all_reduce_shard_start(reduced_root, ranks=8, summed=True)""",
-    )
+    every_unit(model, method, value)
+    assert roots(step(model)).splitlines() == [
+        "reduce_root = reduce_scatter_start([head.{weight: mm, bias: sum}], float32, world_size=4, replicas=2, "
+        f"{argument})",
+        f"replicate_root = all_reduce_shard_start(reduced_root, ranks=8, {argument})",
+    ]
 
 
 def test_a_hook_stands_behind_the_reductions_and_sees_each_bucket() -> None:

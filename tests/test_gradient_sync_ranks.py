@@ -12,7 +12,7 @@ from launch import run_ranks
 from marks import mostly_long, selected
 from models import CASES, loss_of
 from reference import OPTIMIZERS, RANK_SEED, gradients_of, parameters_of, rows_of
-from test_train import equal, fsdp2, ours
+from test_train import check_same, fsdp2, ours
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -154,11 +154,7 @@ def four() -> list[dict[str, list[Any]]]:
 def check_equal(both: list[dict[str, list[Any]]], setting: str) -> None:
     for results in both:
         theirs, own = results[setting]
-        assert all(map(torch.equal, own["losses"], theirs["losses"])), "losses differ"
-        for kind in ("gradients", "parameters"):
-            assert own[kind].keys() == theirs[kind].keys()
-            differing = [name for name, value in theirs[kind].items() if not equal(own[kind][name], value)]
-            assert not differing, f"{kind} differ: {', '.join(differing)}"
+        check_same(own, theirs, setting)
 
 
 SHORT = [

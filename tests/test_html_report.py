@@ -20,7 +20,7 @@ from models import MLP
 from torch import nn
 
 import graph_fsdp
-from graph_fsdp.passes.analysis.memory import CATEGORIES
+from graph_fsdp.passes.analysis.storages import CATEGORIES
 from graph_fsdp.report.report import GraphReport, GraphView
 
 SLOW = 120_000  # milliseconds after which an element is not coming, however busy the machine

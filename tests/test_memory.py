@@ -16,7 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
 from graph_fsdp.passes import Graph, MemoryProfile, PassContext, Role, default_pipeline, memory_profile
-from graph_fsdp.passes.analysis.memory import CATEGORIES, MAX_HOLDERS
+from graph_fsdp.passes.analysis.memory import MAX_HOLDERS
+from graph_fsdp.passes.analysis.storages import CATEGORIES
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.spec import MeshSpec, make_model_spec

@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from facts import Facts
 from models import MLP, UnevenBlock
 from printed import bucket_table, calls, sequence, stage_text
-from reference import fsdp2
+from reference import check_equal, fsdp2
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -168,12 +168,6 @@ def of_fsdp2(policy: OffloadPolicy, **options: Any) -> nn.Module:
     return fsdp2(MLP(), offload_policy=policy, **options)
 
 
-def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
-
-
 @functools.cache
 def trained() -> dict[str, Tensor]:
     """On this rank, by FSDP2 and with nothing on the CPU but what is there."""
@@ -183,15 +177,15 @@ def trained() -> dict[str, Tensor]:
 @FACTS
 def training_is_fsdp2s_bit_for_bit_with_and_without_offload() -> None:
     found = train(compiled(offload_policy=OFFLOADED))
-    equal(found, train(of_fsdp2(CPUOffloadPolicy(pin_memory=False))))
-    equal(found, trained())
+    check_equal(found, train(of_fsdp2(CPUOffloadPolicy(pin_memory=False))))
+    check_equal(found, trained())
 
 
 @FACTS
 def so_it_is_in_bfloat16_and_with_gradients_accumulated() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = train(compiled(offload_policy=OFFLOADED, mp_policy=policy), accumulate=2)
-    equal(found, train(of_fsdp2(CPUOffloadPolicy(pin_memory=False), mp_policy=policy), accumulate=2))
+    check_equal(found, train(of_fsdp2(CPUOffloadPolicy(pin_memory=False), mp_policy=policy), accumulate=2))
 
 
 @FACTS
@@ -204,7 +198,7 @@ def options_of_the_schedule_change_no_number() -> None:
     models = [compiled(offload_policy=OFFLOADED, **each) for each in options]
     for model in models:
         torch._dynamo.reset()
-        equal(train(model), trained())
+        check_equal(train(model), trained())
     counted = graph_fsdp.inspect(models[0]).collectives
     assert counted == {"fetch": 12, "all_gather": 12, "reduce": 6, "offload": 6}, counted
 
@@ -220,7 +214,7 @@ def what_is_not_sharded_is_copied_too() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate" if replicated else "shard",))
         torch.manual_seed(0)
         found.append(train(compiled(UnevenBlock(16), mesh=mesh, **options)))
-    equal(found[1], found[0])
+    check_equal(found[1], found[0])
     for name, value in found[0].items():  # norms are summed over shards, or not
         torch.testing.assert_close(found[2][name], value, rtol=1e-5, atol=1e-6, msg=name)
 

@@ -13,7 +13,7 @@ from facts import Facts
 from models import MLP
 from printed import stage_text
 from test_bad_input import accept, refuse
-from test_train import BF16, equal, fsdp2, ours, steps_with
+from test_train import BF16, check_same, fsdp2, ours, steps_with
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -136,16 +136,11 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def steps_equal_fsdp2_bit_for_bit() -> None:
     for setting, (name, steps, options) in SETTINGS.items():
         torch._dynamo.reset()
-        both = [
+        theirs, own = (
             steps_with(shard, name, "adamw", 1, steps, {"shard_placement_fn": last_dimension, **options})
             for shard in (fsdp2, ours)
-        ]
-        theirs, own = both
-        assert [loss.item() for loss in own["losses"]] == [loss.item() for loss in theirs["losses"]], setting
-        for kind in ("gradients", "parameters"):
-            assert list(own[kind]) == list(theirs[kind])
-            different = [name for name in theirs[kind] if not equal(own[kind][name], theirs[kind][name])]
-            assert not different, f"{setting}: {kind} of {different}"
+        )
+        check_same(own, theirs, setting)
 
 
 @FACTS

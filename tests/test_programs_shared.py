@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import graph_fsdp
 from graph_fsdp import compat
+from graph_fsdp.engine import engine as engines
 from graph_fsdp.engine import sharing
 from graph_fsdp.engine.aot import AotTrace
-from graph_fsdp.engine.engine import Engine
 from graph_fsdp.passes import Graph, GraphPass, PassContext
 from graph_fsdp.report.report import GraphReport
 from graph_fsdp.runtime.ranks import agreement
@@ -49,7 +49,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watched]:
-    seen, trace = Watched(), Engine.through_aot_autograd
+    seen, trace = Watched(), engines.through_aot_autograd
 
     def counted(*args: Any) -> Any:
         seen.traces += 1
@@ -60,11 +60,11 @@ def watched() -> Iterator[Watched]:
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    Engine.through_aot_autograd = counted  # type: ignore[method-assign]
+    engines.through_aot_autograd = counted
     try:
         yield seen
     finally:
-        Engine.through_aot_autograd = trace  # type: ignore[method-assign]
+        engines.through_aot_autograd = trace
         logger.removeHandler(handler)
         logger.setLevel(level)
 

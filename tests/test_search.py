@@ -6,25 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
-from models import MLP
-from torch import nn
+from test_plan import WithLoss, X
 
 import graph_fsdp
 from graph_fsdp.passes import HARDWARE
 from graph_fsdp.planning import Candidate, Choice, Search, search
 from graph_fsdp.planning.search import meshes
-
-X = torch.empty(4, 16, device="meta")
-
-
-class WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = MLP()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x).square().mean()
 
 
 def searched(**options: Any) -> Search:

@@ -145,14 +145,22 @@ SHORT = [
 
 @pytest.mark.parametrize("setting", mostly_long(SETTINGS, SHORT))
 def test_a_step_equals_fsdp2_bit_for_bit(both: list[dict[str, list[dict[str, Any]]]], setting: str) -> None:
+    check_equal(both, setting)
+
+
+def check_equal(both: list[dict[str, list[dict[str, Any]]]], setting: str) -> None:
     for rank, results in enumerate(both):
         theirs, own = results[setting]
-        assert [loss.item() for loss in own["losses"]] == [loss.item() for loss in theirs["losses"]]
-        for kind in ("gradients", "parameters"):
-            assert list(own[kind]) == list(theirs[kind])
-            different = [name for name in theirs[kind] if not equal(own[kind][name], theirs[kind][name])]
-            assert not different, f"rank {rank}: {kind} of {different}"
+        check_same(own, theirs, f"rank {rank}")
     assert any(gradient is not None and gradient.any() for gradient in own["gradients"].values())
+
+
+def check_same(own: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
+    assert [loss.item() for loss in own["losses"]] == [loss.item() for loss in theirs["losses"]], what
+    for kind in ("gradients", "parameters"):
+        assert list(own[kind]) == list(theirs[kind]), what
+        different = [name for name in theirs[kind] if not equal(own[kind][name], theirs[kind][name])]
+        assert not different, f"{what}: {kind} of {different}"
 
 
 def equal(one: Tensor | None, other: Tensor | None) -> bool:

@@ -21,7 +21,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.kernels import graph_work
-from graph_fsdp.passes.analysis.memory import Storages, value_storages
+from graph_fsdp.passes.analysis.storages import Storages, value_storages
 from graph_fsdp.passes.ir.effects import draws, mutated_inputs
 from graph_fsdp.runtime.backends import BACKENDS, Backend, InductorBackend
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph

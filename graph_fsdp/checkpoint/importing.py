@@ -25,9 +25,10 @@ from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, size_mismatch
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.parameters.placements import part_of_rank
+from graph_fsdp.passes.ir.canonical_form import digest
 from graph_fsdp.passes.ir.settings import check_flags, is_count
 from graph_fsdp.report.report import engine_of
-from graph_fsdp.runtime.ranks.agreement import digest
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -168,9 +169,8 @@ class _Written:
                 self.unexpected.append(name)
                 continue
             local = compat.local_part(target).detach()
-            if local.shape != target.shape:
-                shape, first = compat.local_shape_and_offset(target)
-                tensor = tensor[tuple(slice(at, at + n) for at, n in zip(first, shape, strict=True))]
+            if isinstance(target, DTensor):
+                tensor = part_of_rank(target, tensor)
             if local.numel():
                 local.copy_(tensor.detach())
             increment_version(target)

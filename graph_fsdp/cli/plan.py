@@ -124,8 +124,7 @@ def _made(chosen: argparse.Namespace) -> Any:
     model_fn, inputs, are_own = find_model(chosen.model, chosen.batch, chosen.seq)
     try:
         if chosen.search:
-            replicas = (dimensions.dp_replicate,) if dimensions.dp_replicate > 1 else ()
-            shapes = list(dict.fromkeys([(*replicas, dimensions.dp_shard), *meshes(dimensions.ranks, island)]))
+            shapes = list(dict.fromkeys([dimensions.plain_shape, *meshes(dimensions.ranks, island)]))
             limits = {"memory": chosen.memory, "progress": _progress}
             return search(model_fn, inputs, mesh_shapes=shapes, **limits, **options)
         waiting = Console(stderr=True).status("tracing the model and running the passes")

@@ -118,13 +118,6 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
         one._spec, other._spec = other._spec, one._spec
 
 
-def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
-    """Make a DTensor parameter what another DTensor is (memory, dtype, placements); references to it stay valid."""
-    assert isinstance(parameter, DTensor) and isinstance(other, DTensor)
-    swap(parameter, other)
-    parameter._local_tensor, parameter._spec = other._local_tensor, other._spec
-
-
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set what autograd compares to see that what it has saved was written since."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

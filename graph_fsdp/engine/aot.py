@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage, collector_paused, garbage_collected
+from graph_fsdp.passes.repeat.repeat import Repeats
+from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
 from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
 from graph_fsdp.report.report import CapturedGraph
@@ -34,6 +37,10 @@ from graph_fsdp.runtime.withheld_gradients import find_absent
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
     from graph_fsdp.engine.kept import Lookup
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 2  # to trace equal layers once: the second leaves out the layer that turned out to be unequal
 
 
 def refuse_sparse_gradients(joint: Graph) -> None:
@@ -193,3 +200,25 @@ class AotTrace:
     def _module(self, given: fx.GraphModule, phase: Phase) -> fx.GraphModule:
         """Return the module of a graph after the passes: AOTAutograd's, which may be a copy by now."""
         return given
+
+
+def through_aot_autograd(
+    engine: Any, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
+) -> Callable[..., Any]:
+    """Compile a graph of an ``Engine``, or what a trace reads of one, whose equal layers are traced once. ``trace``:
+    makes an ``AotTrace``, given ``prepare``."""
+    groups = find_repeats(module.graph, engine.spec) if engine.repeat_traces else []
+    for _ in range(_ATTEMPTS):
+        if not groups:
+            break
+        repeats: Repeats | None = None
+        try:
+            repeats = Repeats(module, groups, engine.backend.prepare, engine.backend.decompositions())
+            log.info("%d layers have %d traces", len(repeats.layers), len(repeats.traces))
+            with repeats.registered():
+                return trace(repeats.expand).run(repeats.contracted, inputs)
+        except NotRepeatable as reason:
+            layer = None if repeats is None or reason.layer is None else repeats.layers[reason.layer]
+            log.info("%s has no trace of others: %s", "a layer" if layer is None else layer.segment.unit, reason)
+            groups = [] if repeats is None else repeats.without(reason.layer)
+    return trace(engine.backend.prepare).run(module, inputs)

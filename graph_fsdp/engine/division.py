@@ -25,11 +25,11 @@ from graph_fsdp.passes.pipeline import add_stage, collector_paused
 from graph_fsdp.passes.transforms.divide_backward import divide_backward
 from graph_fsdp.passes.verify.verify import Verifier
 from graph_fsdp.report.report import CapturedGraph
+from graph_fsdp.runtime.ranks.lockstep import Runnable
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
-Runnable = Callable[[list[Any]], Any]
 Deferred = list[Callable[[], None]]
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine import stand_ins
-from graph_fsdp.engine.aot import AotTrace
+from graph_fsdp.engine.aot import AotTrace, through_aot_autograd
 from graph_fsdp.engine.casting import without_autocast
 from graph_fsdp.engine.division import Division
 from graph_fsdp.engine.dynamo import (
@@ -68,8 +68,6 @@ from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.traced import TRACED
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
-from graph_fsdp.passes.repeat.repeat import Repeats
-from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
 from graph_fsdp.report.report import CapturedGraph, failures_saved
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.comm.collectives import Comms
@@ -83,8 +81,6 @@ if TYPE_CHECKING:
     from graph_fsdp.place import Place
 
 log = logging.getLogger(__name__)
-
-_ATTEMPTS = 2  # to trace equal layers once: the second leaves out the layer that turned out to be unequal
 
 _engines = itertools.count()
 
@@ -290,7 +286,7 @@ class Engine:
                         log.info("the ranks have another plan for graph %d", captured.index)
                         captured.remake = None
                 trace = functools.partial(AotTrace, self, context, captured, key.entry, lookup=lookup)
-                return self.through_aot_autograd(module, inputs, trace)
+                return through_aot_autograd(self, module, inputs, trace)
         except (VerificationError, PassError):
             for node in module.graph.nodes:  # torch 2.15's Dynamo erases them from the last: a pass may have moved them
                 node.args, node.kwargs = (), {}
@@ -310,26 +306,6 @@ class Engine:
         self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
     ) -> None:
         substitute_shards(module, inputs, parameters, context)
-
-    def through_aot_autograd(
-        self, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
-    ) -> Callable[..., Any]:
-        """Compile a graph whose equal layers are traced once. ``trace``: makes an ``AotTrace``, given ``prepare``."""
-        groups = find_repeats(module.graph, self.spec) if self.repeat_traces else []
-        for _ in range(_ATTEMPTS):
-            if not groups:
-                break
-            repeats: Repeats | None = None
-            try:
-                repeats = Repeats(module, groups, self.backend.prepare, self.backend.decompositions())
-                log.info("%d layers have %d traces", len(repeats.layers), len(repeats.traces))
-                with repeats.registered():
-                    return trace(repeats.expand).run(repeats.contracted, inputs)
-            except NotRepeatable as reason:
-                layer = None if repeats is None or reason.layer is None else repeats.layers[reason.layer]
-                log.info("%s has no trace of others: %s", "a layer" if layer is None else layer.segment.unit, reason)
-                groups = [] if repeats is None else repeats.without(reason.layer)
-        return trace(self.backend.prepare).run(module, inputs)
 
     def run_passes(
         self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str, made: Made = nothing

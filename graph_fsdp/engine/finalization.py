@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Cause
-from graph_fsdp.parameters.gradients import Linked, accumulate_gradients, leaf_of_all
+from graph_fsdp.parameters.gradients import accumulate_gradients, at_the_end, leaf_of_all
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
@@ -53,9 +53,7 @@ class Finalization:
             members = [p for p in engine.storage.parameters.values() if self._is_reduced(p)]
             if members:
                 accumulate_gradients(members, self._reduce(members, "finalize_backward() reduces"))
-        units = engine.unsharded
-        for unit in sorted(units.units - units.held - units.whole_after_backward):
-            units.reshard(unit)
+        engine.unsharded.after_backward()
 
     def _is_reduced(self, p: ShardedParameter) -> bool:
         spec = p.spec
@@ -64,13 +62,12 @@ class Finalization:
         return spec.mesh.ranks > 1 or self._engine.spec.offload is not None
 
     def watched(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs of a forward behind a node whose backward comes when that of the forward has ended
+        """Return the inputs of a forward, with what the end of its backward does to what is kept
         ([Note: kept gradients that a backward does not take])."""
-        if not self._engine.kept or self.manual or not torch.is_grad_enabled():
+        if not self._engine.kept or self.manual:
             return inputs
-        trained = {name: value for name, value in inputs.items() if value.requires_grad}
 
-        def ended(grads: Sequence[Tensor | None], _: Any) -> Sequence[Tensor | None]:
+        def ended(names: list[str], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             members: list[ShardedParameter] = []
             if compat.is_run(leaf_of_all()[1]):  # not one of ``torch.autograd.grad``, or with ``inputs``
                 with contextlib.suppress(ReferenceError):  # the model is gone, and with it what it kept
@@ -82,10 +79,10 @@ class Finalization:
             frozen = [(p, grad) for p, grad in zip(members, reduced, strict=True) if not p.shard.requires_grad]
             accumulate_gradients([p for p, _ in frozen], [grad for _, grad in frozen])
             found = {p.spec.name: grad for p, grad in zip(members, reduced, strict=True)}
-            pairs = [(grad, found.get(name)) for name, grad in zip(trained, grads, strict=True)]
+            pairs = [(grad, found.get(name)) for name, grad in zip(names, grads, strict=True)]
             return [own if more is None else more if own is None else own + more for own, more in pairs]
 
-        return inputs | dict(zip(trained, Linked.apply([*trained.values()], ended, *trained.values()), strict=True))
+        return at_the_end(inputs, ended)
 
     def _is_due(self, p: ShardedParameter) -> bool:
         return not {(p.spec.name, False), (p.spec.name, True)}.isdisjoint(self._engine.kept.due)

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.engine.aot import AotTrace
+from graph_fsdp.engine.aot import AotTrace, through_aot_autograd
 from graph_fsdp.engine.attention import warn_of_attention
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.ranks import OtherPlan
@@ -287,7 +287,6 @@ class Remade:
 class _EngineOfTrace:
     """Holds what a trace reads of an engine, and not the model, which a report may outlive."""
 
-    trace: Callable[..., Any]  # ``Engine.through_aot_autograd``
     spec: ModelSpec
     pipeline: PassPipeline
     backend: Backend
@@ -317,8 +316,7 @@ class Remake:
         mode, grad = compat.current_fake_mode(), torch.is_grad_enabled()
         inputs = compat.values_in(mode, (node.meta["example_value"] for node in graph.find_nodes(op="placeholder")))
         owner: Any = trace.engine
-        shared = (owner.spec, owner.pipeline, owner.backend, owner.repeat_traces)
-        engine = _EngineOfTrace(owner.through_aot_autograd.__func__, *shared, KeptGradients())
+        engine = _EngineOfTrace(owner.spec, owner.pipeline, owner.backend, owner.repeat_traces, KeptGradients())
         return cls(engine, trace.context, trace.program.plan, trace.entry, own, inputs, mode, grad)
 
     def stage(self, captured: CapturedGraph, phase: Any, name: str) -> Stage:
@@ -336,7 +334,7 @@ class Remake:
 
         with self._as_it_was():
             try:
-                engine.trace(engine, self.module, self.inputs, trace)
+                through_aot_autograd(engine, self.module, self.inputs, trace)
             except PassesHaveRun as end:
                 for graph in end.graphs:
                     kept = captured.views[graph.phase].graph

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,12 +36,12 @@ from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.report.report import CapturedGraph, failures_saved
+from graph_fsdp.runtime.ranks.lockstep import Runnable
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
 Wants: TypeAlias = Mapping[str, frozenset[str]]  # bucket → the parameters that are read of it
-Runnable: TypeAlias = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,7 @@ def _code_of(cause: Cause) -> str:
     return (cause.compilation or "").partition("/")[0]
 
 
-def why_captured(
-    earlier: Sequence[CapturedGraph], key: CaptureKey, call: Call | None, *, breaks: bool = False
-) -> Cause:
+def why_captured(earlier: Sequence[CapturedGraph], key: CaptureKey, call: Call | None, *, breaks: bool) -> Cause:
     """Return the cause of the capture under way, inside a Dynamo backend. ``earlier``: what the model has captured
     before. ``breaks``: whether a call may be traced in several pieces."""
     earlier = [capture for capture in earlier if capture.ran]

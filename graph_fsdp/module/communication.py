@@ -1,14 +1,12 @@
-"""FSDP2's methods on communication are here: which gradients are reduced, over what, and by what collectives.
+"""FSDP2's methods on communication are here: which gradients are reduced, when, and over what.
 
 Graphs are captured at the first forward under each setting, and compute regions compiled once for all. A gradient goes
-by what was set when its forward ran. Custom collectives are a model's: FSDP2 sets them per module, and here a unit may
-only be given the same object. With one set, a bucket is one message; another object needs no new graphs.
+by what was set when its forward ran.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.module.unit_methods import change, check_bool, check_sharded, place, units_of
+from graph_fsdp.module.unit_methods import (
+    change,
+    check_bool,
+    check_cut,
+    check_reduced,
+    of_whole_model,
+    place,
+    units_of,
+)
 from graph_fsdp.parameters.gradient_norm import clip_gradients
 from graph_fsdp.passes.ir.settings import Settings, is_count, is_positive
 from graph_fsdp.passes.transforms.prefetch import Prefetch
-from graph_fsdp.runtime.slots import Allocate, SlotMemory, by_device
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -46,7 +50,7 @@ class CommunicationMethods:
         as it is. ``zero_grad()`` leaves them, as with FSDP2; ``reset_iter_state()`` gives them up."""
         check_bool(requires_gradient_sync=requires_gradient_sync, recurse=recurse)
         engine, units = place(self)[0], units_of(self, recurse)
-        _check_cut(engine, "set_requires_gradient_sync")
+        check_cut(engine, "set_requires_gradient_sync")
         if engine.spec.mesh.ranks == 1:
             return  # there is nothing to reduce
         finalization, now = engine.finalization, engine.settings
@@ -62,7 +66,7 @@ class CommunicationMethods:
         If not, they are reduced over the ranks that shard, and each rank adds up its shards."""
         check_bool(requires_all_reduce=requires_all_reduce, recurse=recurse)
         engine, units = place(self)[0], units_of(self, recurse)
-        _check_cut(engine, "set_requires_all_reduce")
+        check_cut(engine, "set_requires_all_reduce")
         if engine.spec.mesh.replicas == 1:
             warnings.warn(
                 "set_requires_all_reduce has no effect: nothing is replicated, so no gradient is all-reduced; "
@@ -173,7 +177,7 @@ class CommunicationMethods:
             error = ValueError if type(max_input_buffers) is int else TypeError
             raise error(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
         what = "the reductions of the whole model, which one schedule bounds"
-        engine = _of_whole_model(self, "set_reduce_scatter_max_input_buffers", what, recurse)
+        engine = of_whole_model(self, "set_reduce_scatter_max_input_buffers", what, recurse)
         if not any(isinstance(p, Prefetch) for p in engine.pipeline):
             raise UnsupportedError(
                 "set_reduce_scatter_max_input_buffers() is for the pass Prefetch, and this model's pipeline schedules "
@@ -193,30 +197,13 @@ class CommunicationMethods:
                 "or a factor of zero), which reduces zeros"
             )
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients in a process group of their own, of the same ranks; False: in the group that gathers, again.
-        Call it on the model, on all ranks, which make the group together. Gathers and reductions then run side by side
-        on NCCL, which runs the collectives of one group one after the other. It takes the memory of another
-        communicator. Raises RankDisagreement where another rank does something else instead."""
-        check_bool(enable=enable)
-        engine = _of_whole_model(self, "set_separate_reduce_scatter_group", "the order of all collectives", recurse)
-        check_sharded(engine, "set_separate_reduce_scatter_group")
-        mesh = engine.storage.mesh
-        assert mesh is not None, "gradients are reduced"
-        if enable and not engine.own_reduce_group:
-            engine.schedules.begin("set_separate_reduce_scatter_group()", "call")
-            engine.own_reduce_group = mesh.subgroup(mesh.spec.world_size, "reductions").group_name
-            if engine.cost is not None:
-                engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.spec.group]
-        change(engine, own_reduce_group=enable)
-
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients by ``factor`` instead of the number of ranks. The group adds, and a
         kernel over the shard divides; types that could overflow are divided in part before."""
         engine, unit = place(self)
         if not is_positive(factor):
             raise ValueError(f"factor must be a positive number, got {factor!r}")
-        _check_reduced(engine, "set_gradient_divide_factor")
+        check_reduced(engine, "set_gradient_divide_factor")
         factors = {**dict(engine.settings.divide_factors), unit: float(factor)}
         change(engine, divide_factors=tuple(sorted(factors.items())))
 
@@ -226,7 +213,7 @@ class CommunicationMethods:
         """Have the group add this unit's gradients and nothing else; a kernel of our own divides the shard."""
         engine, unit = place(self)
         check_bool(enable=enable)
-        _check_reduced(engine, "set_force_sum_reduction_for_comms")
+        check_reduced(engine, "set_force_sum_reduction_for_comms")
         now = engine.settings.summed
         change(engine, summed=now | {unit} if enable else now - {unit})
 
@@ -237,7 +224,7 @@ class CommunicationMethods:
         engine, unit = place(self)
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be a function of one tensor, or None, got {hook!r}")
-        _check_reduced(engine, "set_all_reduce_hook")
+        check_reduced(engine, "set_all_reduce_hook")
         if stream is not None and engine.spec.mesh.replicas > 1:
             raise ValueError("stream cannot be set on a mesh that replicates: the hook follows the all-reduce there")
         now = engine.settings.hooked
@@ -246,41 +233,6 @@ class CommunicationMethods:
         else:
             engine.kept.hooks[unit] = hook if stream is None else _on_stream(hook, stream)
         change(engine, hooked=now - {unit} if hook is None else now | {unit})
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather buckets with ``comm``, an ``AllGather`` of FSDP2 (``allocate``, ``__call__``), also for ``unshard()``;
-        None: with the process group's own again, by which ``graph_fsdp.unsharded`` always goes. Raises TypeError on an
-        object that is none, UnsupportedError with ``regions="whole"``."""
-        _set_custom(self, "all_gather", comm)
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce the gradients of buckets with ``comm``, a ``ReduceScatter`` of FSDP2; likewise. Gradients are views of
-        what its ``allocate`` returns."""
-        _set_custom(self, "reduce_scatter", comm)
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Take the buffers of collectives from the process group's allocator, where it has one (NCCL does, gloo does
-        not): slots, which then stay allocated between runs; what is kept for backward; and a reduction's, but not
-        gradients that are sent from where they were written. Gathers land in them, and nothing is copied again. Raises
-        ValueError where a custom collective is set: it allocates itself. It ends ``set_symm_mem_for_comm``."""
-        check_bool(enable=enable)
-        method, kind = "set_allocate_memory_from_process_group_for_comm", "group" if enable else ""
-        _keep_slots(self, method, kind, lambda _, groups: functools.partial(compat.allocate_from_group, groups[0]))
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Keep slots in torch's symmetric memory, which ranks allocate together when they first run: NCCL then gathers
-        by copy engines or symmetric kernels. Reductions, and what is kept for backward, have ordinary memory. Raises
-        ValueError as above, UnsupportedError where there is no such memory."""
-
-        def allocator(engine: Engine, groups: list[Any]) -> Allocate:
-            why = compat.why_no_symmetric_memory(groups[0], engine.storage.device, backend)
-            if engine.cuda_graphs is not None:
-                why = "slots are those of CUDA graphs"
-            if why:
-                raise UnsupportedError(f"set_symm_mem_for_comm({backend!r}): {why}; leave it out: numbers are the same")
-            return compat.symmetric_memory(groups, backend)
-
-        _keep_slots(self, "set_symm_mem_for_comm", "symmetric", allocator)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward wait for ``event``, recorded after the optimizer's step: for optimizers that run on
@@ -293,32 +245,10 @@ class CommunicationMethods:
 
 def _finalized(module: object, method: str) -> Engine:
     engine, unit = place(module)
-    _check_cut(engine, method)
+    check_cut(engine, method)
     if unit:
         raise UnsupportedError(f"{method}() is about the backward of the whole model; call it on the model")
     return engine
-
-
-def _keep_slots(module: object, method: str, kind: str, allocator: Callable[..., Allocate]) -> None:
-    """Keep slots from the next forward on in memory of ``kind``, for gathers in these groups; "": of each run."""
-    engine, _ = place(module)
-    for name in ("all_gather", "reduce_scatter"):
-        if getattr(engine.comms, name) is not None:
-            raise ValueError(f"{method}: set_custom_{name} was called, and that object allocates: undo that first")
-    mesh = engine.storage.mesh
-    if mesh is None or mesh.shard_dim is None:
-        warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=3)
-        return
-    _check_cut(engine, method)
-    if engine.spec.own_meshes:
-        raise UnsupportedError(f"{method}() registers memory with the groups of one mesh, and parameters have others")
-    groups = [compat.resolve_group(name) for name in (engine.spec.mesh.group, engine.spec.reshard_group) if name]
-    made = SlotMemory(engine.storage.device, engine.counter, allocator(engine, groups))
-    made.others = by_device if kind == "symmetric" else made.allocate
-    for memory in engine.registered.values():
-        memory.clear()
-    engine.registered.setdefault(kind, made)
-    change(engine, registered_memory=kind)
 
 
 def check_unchanged(engine: weakref.ref[Engine], settings: Settings, stepped: Sequence[str] = ()) -> None:
@@ -334,59 +264,6 @@ def check_unchanged(engine: weakref.ref[Engine], settings: Settings, stepped: Se
                 "forward, and again after the backward (torch's PipelineStage does so before torch 2.15: use that of "
                 "graph_fsdp.integrations.pipelining)"
             )
-
-
-def _set_custom(module: object, name: str, comm: Any) -> None:
-    (engine, unit), method = place(module), f"set_custom_{name}"
-    if unit and getattr(engine.comms, name) is not comm:
-        raise UnsupportedError(
-            f"{method} was called on the unit {unit!r} with another object than the model has; call it on the "
-            "model, for all its buckets"
-        )
-    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
-        raise TypeError(
-            f"{method}: comm must have allocate(size, *, dtype, device) and be callable with (output_tensor, "
-            f"input_tensor, group, …), got {comm!r}; derive it from torch's AllGather or ReduceScatter"
-        )
-    _check_cut(engine, method)
-    quantized = next((p for p in engine.spec.parameters.values() if p.sent_as), None)
-    if name == "reduce_scatter" and comm is not None and quantized is not None:
-        raise UnsupportedError(
-            f"{method}: mp_policy's reduce_dtype has the gradient of {quantized.name!r} sent as {quantized.sent_as} by "
-            "an all-to-all, of which no ReduceScatter is a part; leave one of the two out"
-        )
-    if engine.spec.mesh.world_size == 1:
-        warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=3)
-    setattr(engine.comms, name, comm)
-    change(engine, **{f"custom_{name}": comm is not None})
-
-
-def _check_cut(engine: Engine, method: str) -> None:
-    if engine.backend.name == "xla":
-        raise UnsupportedError(
-            f"{method}() is not available with backend='xla', whose programs run the collectives and reduce gradients "
-            "in every backward; without it, .grad adds up what backwards return"
-        )
-    if engine.whole:
-        raise UnsupportedError(
-            f"{method}() is for graphs that are cut at their collectives, and with regions='whole' the compiler runs "
-            "the collectives; compile with regions='cut' to use it"
-        )
-
-
-def _check_reduced(engine: Engine, method: str) -> None:
-    _check_cut(engine, method)
-    if engine.spec.mesh.ranks == 1:
-        raise UnsupportedError(f"{method}() has no effect on one process, whose gradients are not reduced")
-
-
-def _of_whole_model(module: object, method: str, what: str, recurse: bool) -> Engine:
-    engine, unit = place(module)
-    check_bool(recurse=recurse)
-    _check_reduced(engine, method)
-    if unit or not recurse:
-        raise UnsupportedError(f"{method}() is about {what}; call it on the model, with recurse=True")
-    return engine
 
 
 def _on_stream(hook: Callable[[Tensor], Any], stream: Any) -> Callable[[Tensor], Any]:

@@ -22,6 +22,7 @@ from graph_fsdp.engine.casting import follow_cast
 from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.module.collectives import CollectiveMethods
 from graph_fsdp.module.communication import CommunicationMethods
 from graph_fsdp.module.refusals import (
     NoState,
@@ -80,7 +81,7 @@ class _NotStatically(property):
         return False
 
 
-class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
+class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, CollectiveMethods, FSDPModule):
     """Comes before the model's or unit's own class among the bases of its class.
 
     It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this version

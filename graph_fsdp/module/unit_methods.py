@@ -166,3 +166,31 @@ def check_sharded(engine: Engine, method: str) -> None:
         raise UnsupportedError(
             f"{method}() is about gathers, and on this mesh every rank holds all parameters whole; leave the call out"
         )
+
+
+def check_cut(engine: Engine, method: str) -> None:
+    if engine.backend.name == "xla":
+        raise UnsupportedError(
+            f"{method}() is not available with backend='xla', whose programs run the collectives and reduce gradients "
+            "in every backward; without it, .grad adds up what backwards return"
+        )
+    if engine.whole:
+        raise UnsupportedError(
+            f"{method}() is for graphs that are cut at their collectives, and with regions='whole' the compiler runs "
+            "the collectives; compile with regions='cut' to use it"
+        )
+
+
+def check_reduced(engine: Engine, method: str) -> None:
+    check_cut(engine, method)
+    if engine.spec.mesh.ranks == 1:
+        raise UnsupportedError(f"{method}() has no effect on one process, whose gradients are not reduced")
+
+
+def of_whole_model(module: object, method: str, what: str, recurse: bool) -> Engine:
+    engine, unit = place(module)
+    check_bool(recurse=recurse)
+    check_reduced(engine, method)
+    if unit or not recurse:
+        raise UnsupportedError(f"{method}() is about {what}; call it on the model, with recurse=True")
+    return engine

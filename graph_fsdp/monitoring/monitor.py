@@ -32,11 +32,12 @@ from torch.optim.optimizer import (
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.monitoring.comparison import Comparison, Measured, norm, straggler
-from graph_fsdp.monitoring.monitored_step import MonitoredStep, on_host, peak_bytes, tokens_of
+from graph_fsdp.monitoring.monitored_step import MonitoredStep, on_host, peak_bytes
 from graph_fsdp.monitoring.outputs import Output, OutputList, Server, checked, terminal, text_file
 from graph_fsdp.monitoring.record import MonitorRecord
 from graph_fsdp.optimizers.groups import parameters_of
 from graph_fsdp.parameters.gradient_norm import own_square
+from graph_fsdp.parameters.inputs import tokens_in
 from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.passes.ir.settings import check_flags, is_count
 from graph_fsdp.report.report import engine_of
@@ -142,7 +143,7 @@ class Monitor:
         self.last: MonitorRecord | None = None
         self._model, self._engine = weakref.ref(model), weakref.ref(engine)
         self._every, self._outputs, self._comparison = every, outputs, comparison
-        self._tokens = tokens_of if tokens is None else tokens
+        self._tokens: Callable[..., int | None] = tokens or (lambda args, kwargs: tokens_in((args, dict(kwargs))))
         self._clock = Clock(engine.storage.device)
         self._parameters = {id(p) for p in model.parameters()}
         self._predicted: weakref.WeakKeyDictionary[Program, float | None] = weakref.WeakKeyDictionary()

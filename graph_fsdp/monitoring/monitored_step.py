@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graph_fsdp import compat
 from graph_fsdp.runtime import Program
 
 
@@ -37,12 +35,6 @@ def on_host(value: Tensor) -> Tensor:
     if value.device.type == "cpu":
         return value.detach()
     return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
-
-
-def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    leaves = compat.pytree.tree_leaves((args, dict(kwargs)))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
 
 
 def peak_bytes(device: torch.device) -> int | None:

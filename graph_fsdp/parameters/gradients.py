@@ -101,6 +101,18 @@ class Linked(torch.autograd.Function):
         return (None, None, *ctx.call(grads, lambda: ctx.next_functions))
 
 
+def at_the_end(
+    inputs: dict[str, Tensor], ended: Callable[[list[str], Sequence[Tensor | None]], Iterable[Tensor | None]]
+) -> dict[str, Tensor]:
+    """Return what a forward is given behind a node whose backward, ``ended``, comes when that of the forward has ended:
+    autograd runs a node when all gradients of its outputs are there. It is given their names, too, and returns them."""
+    trained = {name: value for name, value in inputs.items() if value.requires_grad}
+    if not trained or not torch.is_grad_enabled():
+        return inputs
+    names, values = list(trained), list(trained.values())
+    return inputs | dict(zip(names, Linked.apply(values, lambda grads, _: ended(names, grads), *values), strict=True))
+
+
 def _accumulate(
     parameters: list[ShardedParameter], grads: Sequence[Tensor | None], edges: Edges
 ) -> list[Tensor | None]:

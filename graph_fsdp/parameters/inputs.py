@@ -30,6 +30,12 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
+def tokens_in(value: Any) -> int | None:
+    """Count the elements of the first 2-D tensor of integers in a structure; None where there is none."""
+    tensors = (leaf for leaf in compat.pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast all floating-point tensors in ``value`` to ``dtype``, as FSDP2 does."""
 

@@ -172,5 +172,5 @@ def give_memory(placeholder: DTensor, part: Tensor) -> None:
     if (placeholder.dtype, placeholder.device) != (part.dtype, part.device):
         with torch.no_grad():
             other = as_model_uses_it(placeholder)(part)
-        compat.take_over(placeholder, other.requires_grad_(placeholder.requires_grad))
+        compat.exchange(placeholder, other.requires_grad_(placeholder.requires_grad))
     compat.set_local_tensor(placeholder, part)

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import UnshardHandle
 from graph_fsdp import compat
 from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
-from graph_fsdp.parameters.gradients import Linked
+from graph_fsdp.parameters.gradients import at_the_end
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.passes.ir.settings import Settings, check_flags
@@ -183,6 +183,11 @@ class UnshardedUnits:
         for unit in (unit for unit in self.members if unit in self._for_forward):
             self.reshard(unit)
 
+    def after_backward(self) -> None:
+        """Reshard the units that the end of a backward reshards."""
+        for unit in sorted(self.units - self.held - self.whole_after_backward):
+            self.reshard(unit)
+
     def note_versions(self, unit: str) -> None:
         """Take what the shards of a unit hold now for what is gathered."""
         for p in self.members[unit]:
@@ -244,18 +249,13 @@ class UnshardedUnits:
     # --- in a forward
 
     def watched(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the graph's inputs behind a node whose backward comes when the model's has ended: autograd runs a node
-        when all gradients of its outputs are there."""
-        trained = {name: value for name, value in inputs.items() if value.requires_grad} if self.units else {}
-        if not trained or not torch.is_grad_enabled():
-            return inputs
+        """Return the graph's inputs, with what the end of the model's backward does to units that are whole."""
 
-        def ended(grads: Sequence[Tensor | None], _: Any) -> Sequence[Tensor | None]:
-            for unit in sorted(self.units - self.held - self.whole_after_backward):
-                self.reshard(unit)
+        def ended(_: list[str], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            self.after_backward()
             return grads
 
-        return inputs | dict(zip(trained, Linked.apply([*trained.values()], ended, *trained.values()), strict=True))
+        return at_the_end(inputs, ended) if self.units else inputs
 
     def feeding(self, program: Any, names: list[str]) -> Callable[[list[Any]], Any]:
         """Return ``program``, run with the whole parameters of these names behind its other inputs."""

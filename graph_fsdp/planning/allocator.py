@@ -31,7 +31,8 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import Graph, PassContext
-from graph_fsdp.passes.analysis.memory import GraphStorage, Storages, allocations, shards_on_device
+from graph_fsdp.passes.analysis.memory import shards_on_device
+from graph_fsdp.passes.analysis.storages import GraphStorage, Storages, allocations
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Phase
 

@@ -99,13 +99,18 @@ class Dimensions:
         """Say whether there is data parallelism alone."""
         return self.pp == self.cp == self.tp == self.ep == 1
 
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        """Return the ranks of data parallelism as ``(ranks that shard,)`` or ``(replicas, ranks that shard)``."""
+        return (self.dp_replicate, self.dp_shard) if self.dp_replicate > 1 else (self.dp_shard,)
+
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the dimensions that have more than one rank."""
         return {name: size for name, size in asdict(self).items() if size > 1}
 
     def __str__(self) -> str:
         if self.is_plain:
-            return f"{self.dp_replicate}x{self.dp_shard}" if self.dp_replicate > 1 else str(self.dp_shard)
+            return "x".join(map(str, self.plain_shape))
         return ",".join(f"{name}={size}" for name, size in self.sizes().items())
 
     def check_nodes(self, hardware: Hardware) -> None:

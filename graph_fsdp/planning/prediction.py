@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graph_fsdp.compat import pytree
+from graph_fsdp.parameters.inputs import tokens_in
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of, node_flops
 from graph_fsdp.passes.analysis.memory import shards_on_device
@@ -36,7 +37,6 @@ class Plan(GraphReport):
     def __init__(
         self,
         traced: Traced,
-        hardware: Hardware,
         dimensions: Dimensions,
         optimizer: Optimizer,
         inputs: Any,
@@ -46,11 +46,13 @@ class Plan(GraphReport):
     ) -> None:
         """Take the ``inputs`` of one rank: ``tokens`` of the first 2-D integers, ``rows`` of the first tensor."""
         self.__dict__.update(traced.report.__dict__)
-        self.traced, self.hardware, self.dimensions, self.optimizer = traced, hardware, dimensions, optimizer
+        assert traced.context.cost is not None
+        self.traced, self.hardware = traced, traced.context.cost.hardware
+        self.dimensions, self.optimizer = dimensions, optimizer
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
         leaves = pytree.tree_leaves(self.inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
+        self.tokens = tokens_in(self.inputs)
         self.rows = next((t.shape[0] for t in tensors if t.dim()), None)
         self.conditions, self.clips_gradients = conditions, clips_gradients
         self.expandable_segments = expandable_segments
@@ -67,10 +69,7 @@ class Plan(GraphReport):
     @property
     def mesh_shape(self) -> tuple[int, ...] | dict[str, int]:
         """Return ``(ranks that shard,)`` or ``(replicas, ranks that shard)``; with other dimensions, their sizes."""
-        if not self.dimensions.is_plain:
-            return self.dimensions.sizes()
-        replicas, shards = self.dimensions.dp_replicate, self.dimensions.dp_shard
-        return (replicas, shards) if replicas > 1 else (shards,)
+        return self.dimensions.plain_shape if self.dimensions.is_plain else self.dimensions.sizes()
 
     # Time
 
@@ -263,8 +262,7 @@ def plan(
         passes=passes,
         **compile_options,
     )
-    given = clip_gradients, expandable_segments
-    return Plan(traced, described, dimensions, optimizer, example_inputs, conditions, *given)
+    return Plan(traced, dimensions, optimizer, example_inputs, conditions, clip_gradients, expandable_segments)
 
 
 def _pipeline_for(described: Hardware, passes: Any) -> PassPipeline:

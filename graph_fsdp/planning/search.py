@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -38,6 +38,10 @@ class Choice:
         mesh = "x".join(map(str, self.mesh_shape)) if isinstance(self.mesh_shape, tuple) else self.mesh_shape
         reshard = {None: "all but the last", True: "all", False: "none"}[self.reshard]
         return f"mesh {mesh}, reshard {reshard}, bucket {self.bucket}, checkpointing {self.checkpointing or 'none'}"
+
+
+# Gets the choices and their number, and yields them one by one, as a progress bar does.
+Progress: TypeAlias = Callable[[Iterable[Choice], int], Iterable[Choice]]
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def search(
     reshards: Sequence[bool | None] = (None, True, False),
     buckets: Sequence[BucketSize] = ("unit", "auto"),
     checkpointings: Sequence[str | None] = (None, "selective", "unit"),
-    progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None = None,
+    progress: Progress | None = None,
     **plan_options: Any,
 ) -> Search:
     """Plan every combination of the choices.
@@ -178,7 +182,7 @@ def _compared(
     refusals: tuple[type[Exception], ...],
     hardware: Hardware,
     memory: int | None,
-    progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None,
+    progress: Progress | None,
 ) -> Search:
     if memory is not None and not is_count(memory):
         raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
@@ -214,7 +218,7 @@ def search_pipelines(
     memory: int | None = None,
     schedules: Sequence[tuple[str, int]] = (("1F1B", 1), ("Interleaved1F1B", 2)),
     checkpointings: Sequence[str | None] = (None, "unit"),
-    progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None = None,
+    progress: Progress | None = None,
     **plan_options: Any,
 ) -> Search:
     """Plan every combination of meshes, schedules and checkpointing for a batch of one size.

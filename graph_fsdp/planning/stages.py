@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from graph_fsdp.compat import pytree
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import CostModel, Hardware
-from graph_fsdp.passes.analysis.memory import shard_nbytes, storages, whole_nbytes
+from graph_fsdp.passes.analysis.memory import shard_nbytes, whole_nbytes
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
+from graph_fsdp.passes.analysis.storages import storages
 from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize

@@ -239,9 +239,7 @@ def _meshes(dimensions: Dimensions, device: torch.device) -> dict[str, DeviceMes
     """Make the meshes of one stage. Data parallelism alone has one of no names."""
     if not dimensions.is_plain:
         return dimensions.meshes(device.type)
-    replicas = (dimensions.dp_replicate,) if dimensions.dp_replicate > 1 else ()
-    sizes = (*replicas, dimensions.dp_shard)
-    return {"dp": init_device_mesh(device.type, sizes)} if dimensions.ranks > 1 else {}
+    return {"dp": init_device_mesh(device.type, dimensions.plain_shape)} if dimensions.ranks > 1 else {}
 
 
 def _keep_gradients(model: Any, engine: Any) -> None:

@@ -29,6 +29,7 @@ from graph_fsdp.passes import CostModel, Measurements
 from graph_fsdp.passes.analysis.cost import collective_key, op_key
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.analysis.simulate import simulate
+from graph_fsdp.passes.ir.canonical_form import digest
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, RegionTime
@@ -37,7 +38,7 @@ from graph_fsdp.report.report import engine_of
 from graph_fsdp.report.trace_events import Process, ScheduledGraph, predicted_slices, slices_as_measured
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe import ProgramRun, Recorder
-from graph_fsdp.runtime.ranks.agreement import digest, is_shared
+from graph_fsdp.runtime.ranks.agreement import is_shared
 from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
 
 

@@ -24,7 +24,7 @@ from torch import fx, nn
 
 from graph_fsdp import compat
 from graph_fsdp.passes import GraphPass, PassContext
-from graph_fsdp.passes.ir.canonical_form import NotDescribed, describe_value
+from graph_fsdp.passes.ir.canonical_form import NotDescribed, describe_value, digest
 from graph_fsdp.passes.ir.portable import NAMESPACES, Names, NotPortable, class_name
 from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec
 from graph_fsdp.programs.functions import described
@@ -63,22 +63,18 @@ def key_of(
     options = (engine.reshard_after_forward, engine.whole, engine.cuda_graphs is not None, suffix)
     return {
         "format": str(FORMAT),
-        "graph": _digest(graph_lines(module, names)),
-        "inputs": _digest(_input_lines(module, inputs, names)),
-        "model": _digest([plain(model, names)]),
+        "graph": digest(graph_lines(module, names)),
+        "inputs": digest(_input_lines(module, inputs, names)),
+        "model": digest([plain(model, names)]),
         "options": plain(options, names),
         "settings": plain(context.settings, names),
-        "passes": _digest(_pass_line(p, names) for p in engine.pipeline),
-        "cost": _digest([_cost(context, names)]),
+        "passes": digest(_pass_line(p, names) for p in engine.pipeline),
+        "cost": digest([_cost(context, names)]),
         "versions": versions(),
-        "backend": _digest(_backend_lines(engine, names)),
+        "backend": digest(_backend_lines(engine, names)),
         "modes": _modes(),
         "device": _device(engine.storage.device),
     }
-
-
-def _digest(lines: Any) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 # Dynamo's graph
@@ -219,16 +215,16 @@ def versions() -> str:
 
 def own_source() -> str:
     """Return a digest of this package's source. Raises Unknown where that is not in files, as in an archive."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for package in ("graph_fsdp", "graph_fsdp.passes", "graph_fsdp.runtime"):
         folder = Path(str(sys.modules[package].__path__[0]))
         files = sorted(folder.rglob("*.py"))
         if not files:
             raise Unknown(f"the source of {package}, of which {folder} has no file")
         for path in files:
-            digest.update(f"{package}/{path.relative_to(folder).as_posix()}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+            found.update(f"{package}/{path.relative_to(folder).as_posix()}\n".encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _backend_lines(engine: Engine, names: Names) -> Iterator[str]:

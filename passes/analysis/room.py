@@ -12,16 +12,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from graph_fsdp.passes.analysis.memory import (
-    copies_are_elsewhere,
-    shard_nbytes,
-    shards_on_device,
-    storages,
-    whole_nbytes,
-)
+from graph_fsdp.passes.analysis.memory import shard_nbytes, shards_on_device, whole_nbytes
+from graph_fsdp.passes.analysis.storages import most_bytes_at_once
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir.dialect import Role
-from graph_fsdp.passes.transforms.slots import most_at_once
 
 _SPENT, _UNSEEN = 0.05, 0.1
 _OF_TRAINED = 3  # bytes for each of a shard: the gradient and the two states
@@ -63,12 +57,12 @@ def room_of(context: PassContext) -> Room:
 def _step_nbytes(context: PassContext) -> int:
     """Return the bytes at the peak of a step, of the graphs as they are before their schedule."""
     graphs = [graph for phase in ("forward", "backward", "inference") if (graph := context.graphs.get(phase))]
-    peaks = [most_at_once((s.begin, s.end, s.nbytes) for s in storages(graph, context).found) for graph in graphs]
+    peaks = [most_bytes_at_once(graph, context) for graph in graphs]
     specs = context.model.parameters
     if backward := context.graphs.get("backward"):
         reduced = backward.with_role(Role.REDUCE_START)
         specs = {name: specs[name] for start in reduced for name in start.meta["fsdp"].params}
-    elsewhere = context.model.offload is not None and copies_are_elsewhere(context)
-    trained = 0 if elsewhere else _OF_TRAINED * shard_nbytes(specs.values())
+    shards = shards_on_device(context)
+    trained = _OF_TRAINED * shard_nbytes(specs.values()) if shards else 0  # the optimizer's state is where they are
     ahead = max((gather.nbytes for graph in graphs for gather in graph.gathers), default=0)
-    return max(peaks) + ahead + whole_nbytes(context) + shards_on_device(context) + trained
+    return max(peaks) + ahead + whole_nbytes(context) + shards + trained

@@ -8,13 +8,13 @@ together, and the buckets that they gather and reduce. Recompilations for other 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.canonical_form import digest
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
@@ -85,4 +85,4 @@ def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
         names = {dialect.parameter_of(node) for node in graph.fx_graph.nodes if node.target is target}
         parts += sorted({model.bucket_of[name].name if name in model.bucket_of else name for name in names})
         parts.append("")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return digest(parts)[:16]

@@ -6,6 +6,7 @@ layer is traced once (``repeat/segments.py``) and a compute region is compiled o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -49,6 +50,11 @@ def canonical_form(
         parts.append((target(node), repr(renamed), value(node)))
         names[node] = _Name(len(names))
     return tuple(parts), {node: name.number for node, name in names.items()}
+
+
+def digest(lines: Iterable[object]) -> str:
+    """Return a short text that is equal for equal lines, in all processes."""
+    return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()
 
 
 def describe_call(node: fx.Node) -> Hashable:

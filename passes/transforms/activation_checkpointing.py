@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from graph_fsdp.compat import CheckpointPolicy, HigherOrderOperator, OpOverload, OpOverloadPacket
-from graph_fsdp.passes.analysis.kernels import has_tensor
+from graph_fsdp.passes.analysis.kernels import has_tensor, packet
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_random, mutated_inputs
@@ -165,10 +165,9 @@ class CheckpointActivations(GraphPass):
         return f"{tagged} nodes of {calls} calls of units are recomputed in backward, {len(saved)} of them saved"
 
     def _is_saved(self, node: fx.Node) -> bool:
-        packet = getattr(node.target, "overloadpacket", node.target)
         if self.recompute == "selective":
-            return packet in _SELECTED or str(node.target) in _ATTENTION
-        return isinstance(self.recompute, tuple) and (node.target in self.recompute or packet in self.recompute)
+            return packet(node) in _SELECTED or str(node.target) in _ATTENTION
+        return isinstance(self.recompute, tuple) and not {node.target, packet(node)}.isdisjoint(self.recompute)
 
 
 def _within_budget(budget: float, joint: _Joint) -> str:

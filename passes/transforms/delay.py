@@ -21,8 +21,8 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
-from graph_fsdp.passes.analysis.memory import storages
 from graph_fsdp.passes.analysis.room import room_of
+from graph_fsdp.passes.analysis.storages import most_bytes_at_once
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, wait_of
@@ -31,7 +31,6 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.transforms.edits import with_results
 from graph_fsdp.passes.transforms.schedule import Segments, choose, find_gathers
-from graph_fsdp.passes.transforms.slots import most_at_once
 
 Products = dict[fx.Node, list[fx.Node]]  # the start of a reduction → the nodes that may be delayed with it
 
@@ -107,7 +106,7 @@ class DelayWeightGradients(GraphPass):
 
         def peak(count: int) -> int:
             graph.reorder(orders[count])
-            return most_at_once((s.begin, s.end, s.nbytes) for s in storages(graph, context).found)
+            return most_bytes_at_once(graph, context)
 
         fastest = min(timed)
         due = fastest + _NEAR * (timed[0] - fastest)

@@ -20,7 +20,7 @@ from torch import fx
 from torch.distributed.fsdp import BackwardPrefetch
 
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
-from graph_fsdp.passes.analysis.room import NO_ROOM, Room, room_of
+from graph_fsdp.passes.analysis.room import Room, room_of
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
@@ -253,7 +253,7 @@ def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None)
 # Reductions
 
 
-def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool, room: Room = NO_ROOM) -> int:
+def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool, room: Room) -> int:
     """Return how many reductions may be under way at once where nobody has said: one where full gradients are most of
     what backward holds, because activations are recomputed or gradients are copied into a wider type, unless those of
     each reduction fit into the ``room``; one where the wait for it starts the next stage, over replicas; else two."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from graph_fsdp import compat
+from graph_fsdp.passes.ir.canonical_form import digest
 
 TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 5.0  # a rank that waits longer looks whether another one has given up
@@ -32,10 +32,6 @@ Refused: TypeAlias = Callable[[], None] | None
 
 class RankDisagreement(RuntimeError):
     """Ranks are about to run different collectives, or one did not come. The message says which ranks, and where."""
-
-
-def digest(entries: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(entries).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

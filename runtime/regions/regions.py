@@ -27,7 +27,7 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.canonical_form import canonical_form
+from graph_fsdp.passes.ir.canonical_form import canonical_form, digest
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph, Phase
@@ -257,8 +257,7 @@ def region_key(region: Region, kind: str) -> RegionKey:
     parts, index = canonical_form(region.inputs, region.body, lambda n: value_key(n.meta.get("val")), target, named)
     if any(mutated_inputs(node) for node in region.body):
         parts = (*parts, _shared_memory(region.inputs))
-    body = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
-    return RegionKey(kind, body, tuple(called), tuple(index[node] for node in region.outputs), tuple(devices))
+    return RegionKey(kind, digest(parts), tuple(called), tuple(index[node] for node in region.outputs), tuple(devices))
 
 
 def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
