@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.module.unit_methods import change, check_bool, check_sharded, place, units_of
+from graph_fsdp.module.unit_methods import change, check_bool, check_schedule, check_sharded, place, units_of
 from graph_fsdp.parameters.gradient_norm import clip_gradients
 from graph_fsdp.passes.ir.settings import Settings, is_count, is_positive
-from graph_fsdp.passes.transforms.prefetch import Prefetch
 from graph_fsdp.runtime.slots import Allocate, SlotMemory, by_device
 
 if TYPE_CHECKING:
@@ -174,11 +173,7 @@ class CommunicationMethods:
             raise error(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
         what = "the reductions of the whole model, which one schedule bounds"
         engine = _of_whole_model(self, "set_reduce_scatter_max_input_buffers", what, recurse)
-        if not any(isinstance(p, Prefetch) for p in engine.pipeline):
-            raise UnsupportedError(
-                "set_reduce_scatter_max_input_buffers() is for the pass Prefetch, and this model's pipeline schedules "
-                "with another; set it there"
-            )
+        check_schedule(engine, "set_reduce_scatter_max_input_buffers")
         change(engine, reductions_in_flight=max_input_buffers)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
