@@ -22,6 +22,7 @@ from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, default_pip
 from graph_fsdp.passes.ir.settings import check_signature
 from graph_fsdp.passes.ir.spec import Offload
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, with_activation_checkpointing
+from graph_fsdp.passes.transforms.reshard import keeps_for_backward
 from graph_fsdp.programs.folder import Folder
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.runtime.cuda.capture import CAPTURES
@@ -207,6 +208,11 @@ class CompileOptions:
             raise ValueError(
                 "reshard_after_forward='auto' keeps what a budget of gathered bytes has room for, and there is none; "
                 "pass passes=graph_fsdp.passes.default_pipeline(budget=…) with a number of bytes"
+            )
+        if passes and reshard is not None and reshard is not True and not keeps_for_backward(passes):
+            raise ValueError(
+                f"reshard_after_forward={reshard!r} needs a pass that provides 'resharded', and passes has none: every "
+                "bucket is gathered again in backward; leave one of the two out"
             )
 
     def _check_offload_policy(self) -> None:

@@ -49,6 +49,11 @@ def _check_buckets(p: GraphPass, model: object) -> None:
         raise PipelineError(f"{p}: arrange left {', '.join(missing)} in no bucket")
 
 
+def _note(error: Exception, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+
+
 class Profiled(Protocol):
     """Holds measurements, as a :class:`graph_fsdp.Profile` does."""
 
@@ -156,9 +161,16 @@ class PassPipeline:
 
         Raises:
             PipelineError: a pass returned buckets that cannot be.
+            PassError: a pass raised; a ValueError goes to the user as it is, with a note that names the pass.
         """
         for p in self.passes:
-            model = p.arrange(model, cost)
+            try:
+                model = p.arrange(model, cost)
+            except ValueError as error:
+                _note(error, f"raised by pass {p.name!r} when it arranged the buckets")
+                raise
+            except Exception as error:
+                raise PassError(f"pass {p.name!r} failed to arrange the buckets: {error!r}", p.name) from error
             _check_buckets(p, model)
         return model
 
@@ -208,8 +220,7 @@ class PassPipeline:
                     if not isinstance(summary, str | None):
                         raise TypeError(f"run must return a line on what it changed, or None, got {summary!r}")
                 except ValueError as error:  # it says itself what the user has to change (a budget)
-                    if hasattr(error, "add_note"):  # Python 3.11
-                        error.add_note(f"raised by pass {p.name!r} on the {graph.phase} graph")
+                    _note(error, f"raised by pass {p.name!r} on the {graph.phase} graph")
                     raise
                 except Exception as error:
                     add_failed_stage(graph, context, p.name, repr(error))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from graph_fsdp.passes import Bucket, CostModel, GroupShape, PipelineError, default_pipeline, find_hardware
+from graph_fsdp.passes import Bucket, CostModel, GroupShape, PassError, PipelineError, default_pipeline, find_hardware
 from graph_fsdp.passes.ir.spec import BucketSpec, MeshSpec, ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.arrange import arrange_buckets
 
@@ -208,6 +209,21 @@ def test_buckets_of_a_users_pass_are_checked(change: Callable[[ModelSpec], Any],
     with pytest.raises(PipelineError, match=message) as raised:
         default_pipeline().replace("bucket", Mine()).arrange(spec, CPU)
     assert "Mine('bucket')" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError])
+def test_a_pass_that_raises_when_it_arranges_is_named(kind: type[Exception]) -> None:
+    class Mine(Bucket):
+        def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
+            raise kind("no such unit")
+
+    if kind is ValueError and sys.version_info < (3, 11):
+        pytest.skip("exceptions have no notes before Python 3.11")
+    with pytest.raises(Exception, match="no such unit") as raised:
+        default_pipeline().replace("bucket", Mine()).arrange(model(parameter("a", "u", 4)), CPU)
+    assert type(raised.value) is (ValueError if kind is ValueError else PassError)
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "pass 'bucket' " in told
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_files import Split, check_equal, saved, state_of, without
 from models import CASES, CLASSES, GPT, MLP, WIDTH, llama, loss_of
 from test_meta import Shift, built, initialised, on_meta
@@ -237,6 +238,9 @@ def broken(split: Split, kind: str) -> tuple[Any, str]:
             return empty / "a.safetensors", "no such safetensors file: "
         case "empty folder":
             return empty, "has neither model.safetensors.index.json nor any *.safetensors"
+        case "checkpoint of DCP":
+            dcp.save({"weight": torch.ones(2)}, checkpoint_id=empty, no_dist=True)
+            return empty, "is a checkpoint of torch.distributed.checkpoint, and safetensors are asked for; load it by"
         case "empty list":
             return [], "an empty list"
         case "no safetensors":
@@ -257,7 +261,17 @@ def broken(split: Split, kind: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["no file", "empty folder", "empty list", "no safetensors", "cut", "twice", "index of nothing", "no index"],
+    [
+        "no file",
+        "empty folder",
+        "checkpoint of DCP",
+        "empty list",
+        "no safetensors",
+        "cut",
+        "twice",
+        "index of nothing",
+        "no index",
+    ],
 )
 def test_files_that_cannot_be_read(split: Split, kind: str) -> None:
     path, words = broken(split, kind)

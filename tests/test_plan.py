@@ -259,6 +259,7 @@ def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys
         (["bert.json"], "bert.json is of BertForMaskedLM, which is no causal language model"),
         (["t5.json"], "t5.json is of t5, which is no causal language model"),
         (["own.py:reads_values"], "model: cannot be built on the meta device, where tensors have no values"),
+        (["torch.nn:Linear"], "is called without arguments: Linear.__init__() missing 2 required positional arguments"),
         (["own.py:model", "--mesh", "12"], "mesh_shape: 12 does not divide into nodes of 8 h100"),
         (["own.py:model", "--mesh", "8x6"], "mesh_shape: 8x6 does not divide into nodes of 8 h100"),
         (["own.py:model", "--straggler", "0.5"], "straggler: says how many times slower the slowest rank computes"),

@@ -188,6 +188,7 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
             TypeError,
             "model_fn must be a function that builds the model, got Net; pass the model's",
         ),
+        ({"model_fn": nn.Linear}, TypeError, r"called without arguments: .*missing 2 .*such as lambda: Model\("),
         ({"model_fn": nn.Identity}, graph_fsdp.UnsupportedError, "forward returns nothing that it computes"),
         ({"loss": lambda outputs: None}, graph_fsdp.UnsupportedError, "forward returns nothing that it computes"),
         ({"example_inputs": torch.ones(2)}, TypeError, "example_inputs must be a tuple of .*, got Tensor"),

@@ -268,6 +268,8 @@ def test_a_graph_that_the_verifier_refuses_is_saved(refused: tuple[BaseException
     stages = report.stages("forward")
     assert list(stages)[-1] == "frees_too_early (failed)" and "backward" in str(report)
     assert "+    free_blocks_0 = " in report.diff("frees_too_early (failed)", "forward")
+    with pytest.raises(KeyError, match="the report follows no parameter: no graph in it went through all passes"):
+        report.find("blocks.0.up.weight")
 
 
 def test_a_graph_that_a_pass_leaves_in_no_order_is_saved(fake_group: None, files_here: Path) -> None:

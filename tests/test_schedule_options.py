@@ -298,6 +298,25 @@ def test_reshard_auto_without_a_budget_is_refused_before_anything_changes() -> N
     assert type(model) is MLP
 
 
+@pytest.mark.parametrize("reshard", [False, 2, "auto"])
+def test_an_option_that_no_pass_carries_out_is_refused_before_anything_changes(reshard: Any) -> None:
+    model, passes = MLP(), default_pipeline(budget=10**6).remove("reshard")
+    with pytest.raises(ValueError, match=f"reshard_after_forward={reshard!r} needs a pass that provides 'resharded'"):
+        graph_fsdp.compile(model, reshard_after_forward=reshard, passes=passes)
+    assert type(model) is MLP
+    graph_fsdp.compile(model, reshard_after_forward=True, passes=passes)
+    with pytest.raises(graph_fsdp.UnsupportedError, match="for a pass that provides 'resharded'"):
+        model.set_reshard_after_forward(False)
+    model.set_reshard_after_forward(True)
+
+
+def test_prefetch_lists_that_no_pass_carries_out_are_refused() -> None:
+    model = graph_fsdp.compile(MLP(), passes=default_pipeline().remove("prefetch"))
+    with pytest.raises(graph_fsdp.UnsupportedError, match=r"set_modules_to_forward_prefetch\(\) is for the pass Pref"):
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+    model.blocks[0].set_modules_to_forward_prefetch([])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -128,6 +128,11 @@ def _find(path: AnyPath | Sequence[AnyPath]) -> list[Path]:
             return _find(found / INDEX)
         whole = found / "model.safetensors"
         files = [whole] if whole.exists() else sorted(found.glob("*.safetensors"))
+        if not files and (found / ".metadata").exists():
+            raise CheckpointError(
+                f"{found} is a checkpoint of torch.distributed.checkpoint, and safetensors are asked for; load it by "
+                "graph_fsdp.checkpoint.load after compile, or make safetensors of it by graph-fsdp consolidate"
+            )
         if not files:
             raise CheckpointError(f"{found} has neither {INDEX} nor any *.safetensors; pass the folder that has them")
     elif found.name.endswith(".index.json") and found.exists():

@@ -21,13 +21,13 @@ from graph_fsdp.module.unit_methods import (
     check_bool,
     check_cut,
     check_reduced,
+    check_schedule,
     of_whole_model,
     place,
     units_of,
 )
 from graph_fsdp.parameters.gradient_norm import clip_gradients
 from graph_fsdp.passes.ir.settings import Settings, is_count, is_positive
-from graph_fsdp.passes.transforms.prefetch import Prefetch
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -178,11 +178,7 @@ class CommunicationMethods:
             raise error(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
         what = "the reductions of the whole model, which one schedule bounds"
         engine = of_whole_model(self, "set_reduce_scatter_max_input_buffers", what, recurse)
-        if not any(isinstance(p, Prefetch) for p in engine.pipeline):
-            raise UnsupportedError(
-                "set_reduce_scatter_max_input_buffers() is for the pass Prefetch, and this model's pipeline schedules "
-                "with another; set it there"
-            )
+        check_schedule(engine, "set_reduce_scatter_max_input_buffers")
         change(engine, reductions_in_flight=max_input_buffers)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from graph_fsdp.engine.dynamo import Entered
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.parameters.unshard import Handle, places
+from graph_fsdp.passes.transforms.prefetch import Prefetch
+from graph_fsdp.passes.transforms.reshard import keeps_for_backward
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -65,6 +67,11 @@ class UnitMethods:
         check_bool(reshard_after_forward=reshard_after_forward, recurse=recurse)
         engine, _ = place(self)
         check_sharded(engine, "set_reshard_after_forward")
+        if not reshard_after_forward and not keeps_for_backward(engine.pipeline):
+            raise UnsupportedError(
+                "set_reshard_after_forward(False) is for a pass that provides 'resharded', and this model's pipeline "
+                "has none: every bucket is gathered again in backward; leave the call out, or compile with such a pass"
+            )
         units, before = units_of(self, recurse), dict(engine.settings.reshard_after_forward)
         for unit in sorted(units - engine.unsharded.held) if reshard_after_forward else ():
             if before.get(unit) is False:
@@ -121,6 +128,8 @@ class UnitMethods:
                     f"modules holds {type(module).__name__}, which is no unit of this model; units are the modules "
                     "that are instances of FSDPModule (auto_wrap_policy chooses them)"
                 )
+        if modules:
+            check_schedule(engine, f"set_modules_to_{field}")
         lists = {u: others for u, others in getattr(engine.settings, field) if u != unit}
         if modules:
             lists[unit] = tuple(module.__dict__["_graph_fsdp_unit"] for module in modules)
@@ -159,6 +168,13 @@ def check_bool(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_schedule(engine: Engine, method: str) -> None:
+    if not any(isinstance(p, Prefetch) for p in engine.pipeline):
+        raise UnsupportedError(
+            f"{method}() is for the pass Prefetch, and this model's pipeline schedules with another; set it there"
+        )
 
 
 def check_sharded(engine: Engine, method: str) -> None:

@@ -192,7 +192,7 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
     """Return what ``model_fn`` returns under ``torch.device("meta")``.
 
     Raises:
-        TypeError: it is a model, and not what builds one.
+        TypeError: it is a model, and not what builds one, or it needs arguments.
         UnsupportedError: it raises there, as a model does that reads values while it is built.
     """
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
@@ -205,6 +205,11 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
             return model_fn()
     except Exception as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            raise TypeError(  # of the call itself
+                f"model_fn is called without arguments: {reason}; pass a function that needs none, such as "
+                "lambda: Model(…)"
+            ) from None
         raise UnsupportedError(
             f"model: cannot be built on the meta device, where tensors have no values: {type(error).__name__}: "
             f"{reason}; let it be built without reading values or moving them to a device"

@@ -76,6 +76,8 @@ class SavedReport(Printed):
             KeyError: the model had no sharded parameter of this name, or nothing was drawn; says which names are like
                 it.
         """
+        if not self.data["lives"]:
+            raise KeyError("the report follows no parameter: no graph in it went through all passes; see its stages")
         if parameter not in self.data["lives"]:
             raise KeyError(not_there(parameter, self.data["lives"]))
         about, events = self.data["lives"][parameter]

@@ -18,6 +18,7 @@ bucket as an input in place of a gather, and *gives* one as an output behind all
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -33,6 +34,11 @@ from graph_fsdp.passes.ir.operands import arguments, operand
 from graph_fsdp.passes.ir.settings import SettingError
 from graph_fsdp.passes.transforms import edits
 from graph_fsdp.passes.transforms.schedule import WORTH, Gathers, Segments, at_distance, choose, find_gathers
+
+
+def keeps_for_backward(pipeline: Iterable[GraphPass]) -> bool:
+    """Return whether a pass of the pipeline decides which buckets are kept from forward to backward."""
+    return any("resharded" in p.provides for p in pipeline)
 
 
 @dataclass(frozen=True, repr=False)
