@@ -64,6 +64,15 @@ def written_into(tokens: int) -> Tensor:
     return mask
 
 
+def mapped(tokens: int) -> Tensor:
+    """As transformers makes masks of several functions, beside code that writes by an index, as Jamba's."""
+    indices = torch.arange(tokens)
+    mask = torch.vmap(lambda query: torch.vmap(lambda key: key <= query)(indices))(indices)
+    written = torch.zeros(1, dtype=torch.bool)
+    written[0] = True
+    return mask & written
+
+
 def shifted(tokens: int) -> Tensor:
     query, key = compared(tokens)
     return key <= query + 1
@@ -95,11 +104,12 @@ def same_bits(plain: nn.Module, model: nn.Module, run: Callable[[nn.Module], Ten
         (lambda tokens: torch.ones(tokens, tokens, dtype=torch.bool), "is_causal = False, enable_gqa = True"),
         (window(4), None),
         (written_into, None),
+        (mapped, None),
         (shifted, None),
         (lambda tokens: ~triangle(tokens) | torch.eye(tokens, dtype=torch.bool), None),
         (lambda tokens: triangle(tokens).float().log(), None),
     ],
-    ids=["triangle", "tril", "wide-window", "everything", "window", "written", "shifted", "upper", "added"],
+    ids=["triangle", "tril", "wide-window", "everything", "window", "written", "mapped", "shifted", "upper", "added"],
 )
 def test_a_mask_is_left_out_where_it_says_nothing_more(mask: Callable[[int], Tensor], said: str | None) -> None:
     torch.manual_seed(0)

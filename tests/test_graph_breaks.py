@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
@@ -304,6 +306,30 @@ def test_what_code_outside_of_graphs_writes_to_a_parameter_is_refused() -> None:
     model = graph_fsdp.compile(Writing(), backend="eager", fullgraph=False)
     with pytest.raises(graph_fsdp.UnsupportedError, match=r"'head\.weight' was written by code outside of graphs"):
         model(torch.ones(1, WIDTH))
+
+
+class Adapted(nn.Module):
+    """A parametrization for as long as a forward takes, as peft has it for LoRA's ``target_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+
+    @contextlib.contextmanager
+    def changed(self) -> Iterator[None]:
+        assert self.base.bias.isfinite().all()  # the unit is whole from here on
+        parametrize.register_parametrization(self.base, "weight", nn.Tanh())
+        yield
+        parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.changed():
+            return self.base(x)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_a_parametrization_that_comes_and_goes_in_a_forward_writes_nothing() -> None:
+    assert_as_plain(lambda: nn.Sequential(Adapted(), Adapted()), lambda: (torch.randn(3, WIDTH, dtype=torch.float64),))
 
 
 @pytest.mark.filterwarnings("ignore:code outside of graphs reads")

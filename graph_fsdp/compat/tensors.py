@@ -42,6 +42,8 @@ log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
 # As torch's own CUDA graph trees do before and after each capture.
 clear_cublas_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
 
+_functorch: Any = torch._C._functorch
+
 # Operators on tensor subclasses run as on plain tensors.
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
@@ -66,7 +68,10 @@ def schema_arguments(operator: OpOverload[..., Any]) -> list[Any]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors that share a storage, fake ones too, as long as one of them lives."""
+    """Return a number that is equal for tensors that share a storage, fake ones too, as long as one of them lives. What
+    ``torch.func`` wraps, as ``vmap`` does, has the storage of the tensor that it maps over."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -63,6 +63,13 @@ class GuardedPlaceholder(nn.Parameter):
     _graph_fsdp: tuple[str, Storage]  # its name, and where it is a parameter
     __torch_function__: Any = classmethod(_torch_function)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Guard the method, of which torch tells no ``__torch_function__``. To set it to itself, as torch's
+        ``register_parametrization`` does, writes nothing, though torch counts it."""
+        if args and args[0] is self:
+            return self
+        return _torch_function(type(self), torch.Tensor.set_, (), (self, *args), kwargs)
+
 
 class GuardedTensorParallelPlaceholder(DTensor):
     """This placeholder is a tensor-parallel parameter without memory."""
