@@ -53,6 +53,7 @@ from graph_fsdp.compat.traces.forwards import given_data as given_data
 from graph_fsdp.compat.traces.forwards import inputs_given_gradients as inputs_given_gradients
 from graph_fsdp.compat.traces.forwards import traced_as as traced_as
 from graph_fsdp.compat.traces.joint_traces import without_joint_trace as without_joint_trace
+from graph_fsdp.compat.traces.memory_budget import activation_memory_budget as activation_memory_budget
 from graph_fsdp.compat.traces.meshes_of_outputs import take_meshes_from_forward as take_meshes_from_forward
 from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched as arguments_unsearched
 from graph_fsdp.compat.traces.quick_graphs import quick_copies as quick_copies

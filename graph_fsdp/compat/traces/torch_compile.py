@@ -7,7 +7,6 @@ import functools
 import itertools
 import keyword
 import logging
-import operator
 import os
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
 from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
-from torch._inductor import fx_utils
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._prims import rng_prims
@@ -78,38 +76,6 @@ def _give_values(graph: torch.fx.Graph) -> None:
 
 
 @contextlib.contextmanager
-def activation_memory_budget(budget: float) -> Iterator[None]:
-    """Let the partitioner save this part of the activations for backward; 1 is its own rule. The meshes of DTensors,
-    which are inputs of a graph since torch 2.13, count as nothing.
-
-    Until torch 2.13 it takes an operator of several results, which has no storage, for an input of a graph that has a
-    symbolic size among its inputs, which has none either, and saves nothing of it: a dropout's mask would be drawn
-    again."""
-    if budget == 1:  # what the user may have set is left alone
-        yield
-        return
-    choose = partitioners.choose_saved_values_set
-
-    def chosen(*args: Any, **kwargs: Any) -> list[torch.fx.Node]:
-        return list(dict.fromkeys(node for found in choose(*args, **kwargs) for node in _tensors_of(found)))
-
-    def storage_of(node: torch.fx.Node) -> Any:
-        storage = get_storage(node)
-        return node if storage is None else storage
-
-    get_storage = fx_utils.get_node_storage
-    options = {"activation_memory_budget": budget}
-    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
-        options["unsafe_treat_script_objects_as_zero_size"] = True
-    with (
-        functorch_config.patch(options),
-        unittest.mock.patch.object(partitioners, "choose_saved_values_set", chosen),
-        unittest.mock.patch.object(fx_utils, "get_node_storage", storage_of),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def quick_minimum_cuts() -> Iterator[None]:
     """Let the partitioner find its minimum cut by ``minimum_cut.py``. Its import of networkx is its own, and late.
     torch 2.15 has a cut of its own."""
@@ -127,13 +93,6 @@ def graphs_without_code() -> Iterator[None]:
     code more than once, and runs none of them."""
     with unittest.mock.patch.object(torch.fx.GraphModule, "recompile", lambda self: None):
         yield
-
-
-def _tensors_of(saved: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the results of an operator that has several: a forward graph cannot return the operator itself."""
-    if isinstance(saved.meta.get("val"), (tuple, list)):
-        return [user for user in saved.users if user.target is operator.getitem]
-    return [saved]
 
 
 def leave_to_python(function: Any) -> None:
