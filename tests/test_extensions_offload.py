@@ -10,8 +10,8 @@ from expecttest import assert_expected_inline
 from facts import Facts
 from models import MLPBlock
 from printed import bucket_tables
-from reference import fsdp2
-from test_extensions import Float8, Int8Rows, compiled, equal, extended, train
+from reference import check_equal, fsdp2
+from test_extensions import Float8, Int8Rows, compiled, extended, train
 from test_extensions_float8 import Scaled, converted, losses_and_parameters, needs_torchao
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -99,7 +99,7 @@ def numbers_are_those_of_fsdp2() -> None:
             torch._dynamo.reset()
             model = compiled(kind, **OFFLOAD, **options, **schedule)
             assert {p.device.type for p in model.parameters()} == {"cpu"}
-            equal(train(model), expected)
+            check_equal(train(model), expected)
 
 
 @FACTS.marked(needs_torchao)
