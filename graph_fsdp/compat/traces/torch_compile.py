@@ -44,16 +44,22 @@ def random_states_only_where(draws: Callable[[torch.fx.Node], bool], *, draws_as
     """Let the partitioner keep a state of the generator for those recomputed operators alone of which ``draws`` is
     true. Its own rule is torch's tag for random operators. Calls that it makes have fake values, as all others do.
 
+    torch 2.9 looks for each in both graphs, and fails with a ``KeyError`` where only one draws.
+
     On CUDA it gives each such operator a generator of its own, which CUDA graphs need: forward then draws other numbers
     than without recomputing. ``draws_as_eager``: it keeps states of the default generator there too.
     """
     functionalize = partitioners.functionalize_rng_ops
 
-    def functionalized(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        tagged = [node for node in joint.graph.nodes if "recompute" in node.meta and not draws(node)]
-        tags = {node: node.meta.pop("recompute") for node in tagged}
+    def functionalized(
+        joint: torch.fx.GraphModule, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, *args: Any
+    ) -> Any:
+        both = {node.name for node in forward.graph.nodes} & {node.name for node in backward.graph.nodes}
+        tagged = [node for node in joint.graph.nodes if "recompute" in node.meta]
+        others = [node for node in tagged if not draws(node) or node.name not in both]
+        tags = {node: node.meta.pop("recompute") for node in others}
         try:
-            made = functionalize(joint, *args, **kwargs)
+            made = functionalize(joint, forward, backward, *args)
             for module in made:
                 _give_values(module.graph)
             return made
