@@ -25,7 +25,7 @@ import graph_fsdp
 from graph_fsdp import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
 from graph_fsdp.compat import check_torch_version
 from graph_fsdp.mesh import world_size_of_environment
-from graph_fsdp.module.collectives import CollectiveMethods
+from graph_fsdp.module.collective_methods import CollectiveMethods
 from graph_fsdp.module.communication import CommunicationMethods
 from graph_fsdp.module.module import unsupported
 from graph_fsdp.module.unit_methods import UnitMethods

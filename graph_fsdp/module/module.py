@@ -22,7 +22,7 @@ from graph_fsdp.engine.casting import follow_cast
 from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.module.collectives import CollectiveMethods
+from graph_fsdp.module.collective_methods import CollectiveMethods
 from graph_fsdp.module.communication import CommunicationMethods
 from graph_fsdp.module.refusals import (
     NoState,
