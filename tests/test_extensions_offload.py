@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from facts import Facts
 from models import MLPBlock
-from printed import bucket_tables
+from printed import bucket_tables, calls
 from reference import check_equal, fsdp2
 from test_extensions import Float8, Int8Rows, compiled, extended, train
 from test_extensions_float8 import Scaled, converted, losses_and_parameters, needs_torchao
@@ -81,6 +81,37 @@ blocks.0#1 fetch 2 192
 blocks.1#1 fetch 2 192
 root fetch 2 384
 """,
+    )
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_payloads_are_gathered_and_gradients_reduced_on_the_mesh_that_a_parameter_has() -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    own = {"mesh": mesh._flatten("all"), "auto_wrap_policy": {MLPBlock}, "meshes": {MLPBlock: mesh}}
+    model = compiled(Float8, **own)
+    model(torch.randn(4, 16)).sum().backward()
+    report = graph_fsdp.inspect(model)
+    assert_expected_inline(
+        calls(report.forward, "all_gather_start"),
+        """\
+gather_blocks_0_payload = all_gather_start([_to_copy, _to_copy], float8_e4m3fn, world_size=4)
+gather_blocks_1_payload = all_gather_start([_to_copy, _to_copy], float8_e4m3fn, world_size=4)
+gather_blocks_0_1 = all_gather_start([blocks.0.{up.bias, down.bias}], float32, world_size=4)
+gather_blocks_1_1 = all_gather_start([blocks.1.{up.bias, down.bias}], float32, world_size=4)
+gather_root = all_gather_start([head.{weight, bias}], float32, world_size=8)""",
+    )
+    assert_expected_inline(
+        calls(report.backward, "reduce_scatter_start"),
+        """\
+reduce_root = reduce_scatter_start([head.{weight: mm, bias: sum}], float32, world_size=8)
+reduce_blocks_1_1 = reduce_scatter_start([blocks.1.{up.bias: sum, down.bias: sum}], float32, world_size=4,
+    replicas=2)
+reduce_blocks_1 = reduce_scatter_start([blocks.1.{up.weight: mm, down.weight: mm}], float32, world_size=4,
+    replicas=2)
+reduce_blocks_0_1 = reduce_scatter_start([blocks.0.{up.bias: sum, down.bias: sum}], float32, world_size=4,
+    replicas=2)
+reduce_blocks_0 = reduce_scatter_start([blocks.0.{up.weight: mm, down.weight: mm}], float32, world_size=4,
+    replicas=2)""",
     )
 
 
