@@ -165,6 +165,7 @@ def test_a_norm_may_be_a_number_of_numpy(model: Any) -> None:
     model(torch.ones(4, 16)).sum().backward()
     norm = model.clip_grad_norm_(np.float32(1.0), norm_type=np.int64(2))
     assert norm == model.clip_grad_norm_(np.float64(1.0), norm_type=2.0) or norm > 1
+    assert model.clip_grad_norm_(0) > 0 and not any(p.grad.any() for p in model.parameters())
     model.zero_grad()
 
 
@@ -174,6 +175,7 @@ def test_a_norm_may_be_a_number_of_numpy(model: Any) -> None:
         ({"finalization": "no"}, TypeError, "finalization must be True or False, got 'no'"),
         ({"parallelize": "tp"}, TypeError, "parallelize must be a function of the model and meshes, or None, got 'tp'"),
         ({"mesh": None}, TypeError, "mesh: there are no ranks here to make it of; give mesh_shape"),
+        ({"reshard_after_backward": True}, TypeError, "reshard_after_backward: there is no such argument here, and no"),
     ],
 )
 def test_options_of_a_plan(options: dict[str, Any], error: type[Exception], message: str) -> None:

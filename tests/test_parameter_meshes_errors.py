@@ -60,7 +60,7 @@ def test_torchs_own_norm_refuses_several_meshes(fake_group: None) -> None:
 def test_bad_arguments_of_clip_grad_norm(fake_group: None) -> None:
     mesh, _ = meshes(4, 2)
     model = graph_fsdp.compile(copy.deepcopy(model_of()), mesh, backend="eager")
-    for given in ({"max_norm": 0.0}, {"max_norm": "1"}, {"max_norm": 1.0, "norm_type": -1}):
+    for given in ({"max_norm": -1.0}, {"max_norm": False}, {"max_norm": "1"}, {"max_norm": 1.0, "norm_type": -1}):
         with pytest.raises(ValueError, match="must be a positive number"):
             model.clip_grad_norm_(**given)
     with pytest.raises(UnsupportedError, match="call it on the model"):

@@ -307,7 +307,12 @@ def test_an_option_that_no_pass_carries_out_is_refused_before_anything_changes(r
     graph_fsdp.compile(model, reshard_after_forward=True, passes=passes)
     with pytest.raises(graph_fsdp.UnsupportedError, match="for a pass that provides 'resharded'"):
         model.set_reshard_after_forward(False)
+    with pytest.raises(
+        graph_fsdp.UnsupportedError, match=r"set_unshard_in_backward\(False\) is for a pass that provid"
+    ):
+        model.set_unshard_in_backward(False)
     model.set_reshard_after_forward(True)
+    model.set_unshard_in_backward(True)
 
 
 def test_prefetch_lists_that_no_pass_carries_out_are_refused() -> None:

@@ -91,15 +91,16 @@ class CommunicationMethods:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the whole model so that their ``norm_type``-norm, as of one vector, is at most
-        ``max_norm``; call it on the model, on all ranks. Returns the norm before, a plain scalar in float32 at least.
+        ``max_norm`` (0 makes them zeros); call it on the model, on all ranks. Returns the norm before, a plain scalar in float32 at least.
         Parameters may be sharded, replicated, tensor-parallel and on meshes of their own; there is one reduction per
         process group. ``ignored_params`` count as equal on all ranks. A norm that is not finite makes gradients so."""
         engine, unit = place(self)
         if unit:
             raise UnsupportedError("clip_grad_norm_() is of the gradients of the whole model; call it on the model")
-        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if not is_positive(value):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if not is_positive(max_norm, or_zero=True):
+            raise ValueError(f"max_norm must be a positive number or 0, got {max_norm!r}")
+        if not is_positive(norm_type):
+            raise ValueError(f"norm_type must be a positive number, got {norm_type!r}")
         if engine.settings.stepped:
             raise UnsupportedError(
                 "clip_grad_norm_() needs all gradients at once, and an optimizer has stepped in backward "

@@ -67,11 +67,8 @@ class UnitMethods:
         check_bool(reshard_after_forward=reshard_after_forward, recurse=recurse)
         engine, _ = place(self)
         check_sharded(engine, "set_reshard_after_forward")
-        if not reshard_after_forward and not keeps_for_backward(engine.pipeline):
-            raise UnsupportedError(
-                "set_reshard_after_forward(False) is for a pass that provides 'resharded', and this model's pipeline "
-                "has none: every bucket is gathered again in backward; leave the call out, or compile with such a pass"
-            )
+        if not reshard_after_forward:
+            check_reshards(engine, "set_reshard_after_forward(False)")
         units, before = units_of(self, recurse), dict(engine.settings.reshard_after_forward)
         for unit in sorted(units - engine.unsharded.held) if reshard_after_forward else ():
             if before.get(unit) is False:
@@ -105,6 +102,9 @@ class UnitMethods:
         backward reads one all the same, capturing the graph is a ``SettingError``."""
         check_bool(unshard_in_backward=unshard_in_backward)
         engine, unit = place(self)
+        check_sharded(engine, "set_unshard_in_backward")
+        if not unshard_in_backward:
+            check_reshards(engine, "set_unshard_in_backward(False)")
         units = engine.settings.not_gathered_in_backward
         change(engine, not_gathered_in_backward=units - {unit} if unshard_in_backward else units | {unit})
 
@@ -181,6 +181,14 @@ def check_sharded(engine: Engine, method: str) -> None:
     if engine.spec.mesh.world_size == 1 and engine.spec.mesh.ranks > 1:
         raise UnsupportedError(
             f"{method}() is about gathers, and on this mesh every rank holds all parameters whole; leave the call out"
+        )
+
+
+def check_reshards(engine: Engine, call: str) -> None:
+    if not keeps_for_backward(engine.pipeline):
+        raise UnsupportedError(
+            f"{call} is for a pass that provides 'resharded', and this model's pipeline has none: every bucket is "
+            "gathered again in backward; leave the call out, or compile with such a pass"
         )
 
 

@@ -81,9 +81,9 @@ class UnshardedUnits:
             return "its shards are on the CPU (offload_policy)"
         return ""
 
-    def check_available(self, what: str) -> None:
+    def check_available(self, what: str, instead: str = "leave the call out, as forwards gather by themselves") -> None:
         if reason := self.unavailable():
-            raise UnsupportedError(f"{what} is not available on this model: {reason}")
+            raise UnsupportedError(f"{what} is not available on this model: {reason}; {instead}")
 
     # --- gathering
 
@@ -317,7 +317,7 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
             "model or one of its units"
         )
     for units, _ in found:
-        units.check_available("graph_fsdp.unsharded")
+        units.check_available("graph_fsdp.unsharded", "graph_fsdp.export reads whole tensors but quantized ones")
     entered = [(units, unit) for units, unit in found if unit in units.members and unit not in units.held]
     for units, unit in entered:
         units.reshard(unit)

@@ -10,6 +10,7 @@ nothing is executed, no region is compiled and nothing is agreed on with other r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from graph_fsdp import compat
 from graph_fsdp.api import compile
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.mesh import shapes_of_groups
+from graph_fsdp.options import CompileOptions
 from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Phase
@@ -223,6 +225,12 @@ def find_dimensions(
     divides the model over them is missing. With ``meshes`` the model may have been built with this rank's experts."""
     if "mesh" in compile_options:
         raise TypeError("mesh: there are no ranks here to make it of; give mesh_shape")
+    known = {field.name for field in dataclasses.fields(CompileOptions)}
+    if unknown := [name for name in compile_options if name not in known]:
+        raise TypeError(
+            f"{unknown[0]}: there is no such argument here, and no such option of graph_fsdp.compile, which has "
+            f"{', '.join(sorted(known))}"
+        )
     if parallelize is not None and not callable(parallelize):
         raise TypeError(f"parallelize must be a function of the model and meshes, or None, got {parallelize!r}")
     if (world_size is None) == (mesh_shape is None):

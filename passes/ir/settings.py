@@ -17,9 +17,10 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def is_positive(value: object) -> bool:
-    """Say whether what a user set is a number above 0, one of NumPy's too. True is none."""
-    return not isinstance(value, bool) and isinstance(value, numbers.Real) and float(value) > 0
+def is_positive(value: object, *, or_zero: bool = False) -> bool:
+    """Say whether what a user set is a number above 0 (or 0 itself), one of NumPy's too. True and False are none."""
+    number = not isinstance(value, bool) and isinstance(value, numbers.Real)
+    return number and (float(value) > 0 or (or_zero and float(value) == 0))
 
 
 def check_signature(what: str, function: Callable[..., Any], advice: str, *given: str, **named: object) -> None:
