@@ -211,3 +211,17 @@ def test_zero_grad_of_the_users_own_is_called() -> None:
     loss_of(model).backward()
     model.zero_grad()
     assert model.called == 1 and all(p.grad is None for p in model.parameters())
+
+
+def test_compiled_autograd_is_refused_before_anything_runs(model: nn.Module) -> None:
+    loss = loss_of(model)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step = torch.compile(lambda: loss.backward(), backend="eager")
+        with pytest.raises(graph_fsdp.UnsupportedError, match=r"leave torch\._dynamo\.config\.compiled_autograd False"):
+            step()
+    assert all(p.grad is None for p in model.parameters())
+    loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    loss_of(model).backward()
+    assert all(map(torch.equal, found, gradients(model)))

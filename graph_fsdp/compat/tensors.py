@@ -187,6 +187,16 @@ def is_run(node: Any) -> bool:
         return False
 
 
+def refuse_compiled_autograd(function: Any, error: Callable[[], Exception]) -> None:
+    """Have a backward that compiled autograd runs raise ``error()`` before its first node, where a node of the
+    ``torch.autograd.Function`` is in it: it is asked for the key under which its code is compiled."""
+
+    def key(_: Any) -> Any:
+        raise error()
+
+    function._compiled_autograd_key = staticmethod(key)
+
+
 class _Own:
     """Counts the hooks of this package that come and go in each step."""
 

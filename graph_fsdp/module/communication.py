@@ -91,9 +91,10 @@ class CommunicationMethods:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the whole model so that their ``norm_type``-norm, as of one vector, is at most
-        ``max_norm`` (0 makes them zeros); call it on the model, on all ranks. Returns the norm before, a plain scalar in float32 at least.
-        Parameters may be sharded, replicated, tensor-parallel and on meshes of their own; there is one reduction per
-        process group. ``ignored_params`` count as equal on all ranks. A norm that is not finite makes gradients so."""
+        ``max_norm`` (0 makes them zeros); call it on the model, on all ranks. Returns the norm before, a plain scalar
+        in float32 at least. Parameters may be sharded, replicated, tensor-parallel and on meshes of their own; there is
+        one reduction per process group. ``ignored_params`` count as equal on all ranks. A norm that is not finite makes
+        gradients so."""
         engine, unit = place(self)
         if unit:
             raise UnsupportedError("clip_grad_norm_() is of the gradients of the whole model; call it on the model")

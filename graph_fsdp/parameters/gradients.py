@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
+from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 
 
@@ -99,6 +100,15 @@ class Linked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.call(grads, lambda: ctx.next_functions))
+
+
+compat.refuse_compiled_autograd(
+    Linked,
+    lambda: UnsupportedError(
+        "compiled autograd traces the backward of a model that graph_fsdp shards, whose gradients would be lost or "
+        "wrong, as with FSDP2; backward is compiled without it: leave torch._dynamo.config.compiled_autograd False"
+    ),
+)
 
 
 def at_the_end(
