@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from facts import Facts
-from models import GPT, VOCABULARY, GPTBlock
+from models import GPT, MLP, VOCABULARY, GPTBlock
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
 from graph_fsdp import ActivationCheckpointing
@@ -124,6 +125,31 @@ def the_users_own_checkpoint_works() -> None:
 def the_users_own_checkpoint_works_with_every_policy() -> None:
     for value in (None, 0.5):
         assert_equal(train(ours(value), checkpointed=True))
+
+
+class Checkpointed(MLP):
+    """Blocks of which some are checkpointed."""
+
+    def __init__(self, places: set[int]) -> None:
+        super().__init__(depth=3)
+        self.places = places
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if place in self.places else block(x)
+        return self.head(x)
+
+
+@FACTS
+def some_of_equal_units_are_checkpointed() -> None:
+    found: list[list[Tensor]] = []
+    for places in (set(), {0}, {1}, {0, 2}):
+        torch.manual_seed(0)
+        model = graph_fsdp.compile(Checkpointed(places), backend="eager", reshard_after_forward=True)
+        torch.manual_seed(1 + dist.get_rank())
+        model(torch.randn(4, 16)).square().mean().backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+        assert all(map(torch.equal, found[0], found[-1])), places
 
 
 test_on_two_ranks = FACTS.on(2)

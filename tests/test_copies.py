@@ -351,3 +351,15 @@ def test_a_buffer_is_unpacked_as_each_message_says() -> None:
             pieces = landing.view(world, -1).split(message.splits, 1)
             expected = torch.cat([piece.reshape(-1) for piece in pieces])
             assert torch.equal(buffer[: len(expected)], expected) and not buffer[len(expected) :].any()
+
+
+def test_messages_whose_chunks_and_gaps_have_the_same_places_are_told_apart() -> None:
+    """Of equal units, backward reads other parameters where one is checkpointed: what the one skips, the other has."""
+    buffer, landing = torch.zeros(24), torch.arange(24.0)
+    for offsets, numels in ([0, 3], [2, 3]), ([0, 2], [2, 1]), ([2], [1]):
+        buffer.fill_(-1.0)
+        unpack(landing, buffer, GatherLayout.make(offsets, numels, 6, 4).messages[0], 4)
+        expected = torch.full((24,), -1.0)
+        for offset, numel in zip(offsets, numels, strict=True):
+            expected[4 * offset : 4 * (offset + numel)] = landing.view(4, 6)[:, offset : offset + numel].reshape(-1)
+        assert torch.equal(buffer, expected)

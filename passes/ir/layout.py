@@ -73,11 +73,6 @@ class Message:
                 found.append((offset, numel, 1, 0))
         return found
 
-    @functools.cached_property
-    def cuts(self) -> tuple[int, ...]:
-        """Return the beginning and ``splits``, equal for messages whose pieces have the same places."""
-        return (self.begin, *self.splits)
-
 
 @dataclass(frozen=True)
 class GatherLayout:

@@ -16,7 +16,7 @@ from graph_fsdp.passes.ir.layout import Message
 def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int, begin: int = 0) -> None:
     """Copy what lies from ``begin`` on in ``landing`` from rank-major (as gathered) to parameter-major (as used): in
     one kernel where the device has one; on the CPU by one call, each run of chunks by one copy, and no gaps."""
-    row, key, start = message.numel, (world, message.cuts), message.begin
+    row, key, start = message.numel, (world, message), message.begin
     if landing.is_cpu:
         runs = message.runs
         rows = (((world, n, size), (row, step, 1), begin + at - start) for at, size, n, step in runs)
