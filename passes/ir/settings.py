@@ -19,8 +19,9 @@ def is_count(value: object, least: int = 1) -> bool:
 
 def is_positive(value: object, *, or_zero: bool = False) -> bool:
     """Say whether what a user set is a number above 0 (or 0 itself), one of NumPy's too. True and False are none."""
-    number = not isinstance(value, bool) and isinstance(value, numbers.Real)
-    return number and (float(value) > 0 or (or_zero and float(value) == 0))
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    return float(value) > 0 or (or_zero and float(value) == 0)
 
 
 def check_signature(what: str, function: Callable[..., Any], advice: str, *given: str, **named: object) -> None:
