@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import graph_fsdp
 from graph_fsdp import compat
+from graph_fsdp.engine import stand_ins
 from graph_fsdp.passes.ir.ctc import ctc_loss, ctc_loss_backward
 
 CLASSES, LENGTH, BATCH = 7, 6, 3
@@ -180,3 +181,36 @@ def test_parameters_as_constants_are_refused(settings: Any) -> None:
         model(rows(4, 8))
     with torch.no_grad():
         assert torch.equal(model(rows(4, 8)), expected)
+
+
+# --- functions of torch that look for classes of tensors
+
+
+class Padded(nn.Module):
+    """This layer calls Python functions of torch with its parameters, which Dynamo traces into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(CLASSES, CLASSES), nn.RMSNorm(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.threshold(F.pad(self.up.weight, (1, 0)), -1.0, 0.0)
+        return F.linear(F.pad(self.norm(x), (1, 0), value=1.0), weight=weight)
+
+
+@pytest.mark.filterwarnings("error:code outside of graphs reads parameter")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_functions_that_look_for_classes_of_tensors_take_parameters_into_the_graph(fullgraph: bool) -> None:
+    model = check_step(nn.Sequential(Padded(), Padded()), rows(BATCH, CLASSES).requires_grad_(), fullgraph=fullgraph)
+    assert len(graph_fsdp.inspect(model).graphs) == 1
+
+
+def test_classes_of_tensors_of_users_are_asked_as_ever() -> None:
+    class Marked(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return "asked" if func is F.pad else super().__torch_function__(func, types, args, kwargs or {})
+
+    given = rows(BATCH, CLASSES).as_subclass(Marked)
+    check_step(nn.Sequential(Padded()), rows(BATCH, CLASSES), fullgraph=False)
+    assert stand_ins._of_plain_tensors(F.pad, (given,), given, (1, 0)) == "asked"

@@ -9,26 +9,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import Entered
+from graph_fsdp.parameters.placeholder import GuardedPlaceholder, GuardedTensorParallelPlaceholder
 
 
 @functools.cache
 def install() -> None:
     """Have Dynamo trace them so. Calls that are not traced, and models that are not of this package, have torch's."""
-    for original, traced in ((checkpoint_sequential, _in_segments), (compat.detect_is_causal_mask, _is_said_causal)):
+    for original, traced in (
+        (checkpoint_sequential, _in_segments),
+        (compat.detect_is_causal_mask, _is_said_causal),
+        (handle_torch_function, _of_plain_tensors),
+    ):
         _trace_as(original, traced)
 
 
 def _trace_as(original: Any, traced: Any) -> None:
-    name, defaults = original.__name__, original.__defaults__
-    as_ever = types.FunctionType(original.__code__, original.__globals__, name, defaults)  # for which nothing stands
+    as_ever = _as_ever(original)
 
     @torch.compiler.substitute_in_graph(original, skip_signature_check=True)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return as_ever(*args, **kwargs) if Entered.engine < 0 else traced(*args, **kwargs)
+
+
+def _as_ever(original: Any) -> Any:
+    """Return a copy of a function, for which nothing stands."""
+    name, defaults = original.__name__, original.__defaults__
+    return types.FunctionType(original.__code__, original.__globals__, name, defaults)
 
 
 def _in_segments(
@@ -54,3 +65,21 @@ def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: in
     """Stand for the look of ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` at the values of a mask, which a
     graph does not have. The mask is applied, whether it is causal or not."""
     return is_causal is True
+
+
+def _of_plain_tensors(function: Any, relevant: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand for the look of Python functions as ``F.rms_norm`` and ``F.pad`` for classes of tensors, where guarded
+    placeholders are all that have one. Dynamo finds them again where ``__torch_function__`` has been disabled, and then
+    nothing that could be called for them. The functions get views, which are plain tensors."""
+    others = [value for value in relevant if not isinstance(value, _GUARDED) and has_torch_function((value,))]
+    if others:
+        return _torch_functions(function, relevant, *args, **kwargs)
+    return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+
+
+def _plain(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, _GUARDED) else value
+
+
+_GUARDED = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
+_torch_functions = _as_ever(handle_torch_function)
