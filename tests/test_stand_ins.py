@@ -213,4 +213,4 @@ def test_classes_of_tensors_of_users_are_asked_as_ever() -> None:
 
     given = rows(BATCH, CLASSES).as_subclass(Marked)
     check_step(nn.Sequential(Padded()), rows(BATCH, CLASSES), fullgraph=False)
-    assert stand_ins._of_plain_tensors(F.pad, (given,), given, (1, 0)) == "asked"
+    assert stand_ins.of_plain_tensors(F.pad, (given,), given, (1, 0)) == "asked"

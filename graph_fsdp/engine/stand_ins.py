@@ -23,7 +23,7 @@ def install() -> None:
     for original, traced in (
         (checkpoint_sequential, _in_segments),
         (compat.detect_is_causal_mask, _is_said_causal),
-        (handle_torch_function, _of_plain_tensors),
+        (handle_torch_function, of_plain_tensors),
     ):
         _trace_as(original, traced)
 
@@ -67,7 +67,7 @@ def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: in
     return is_causal is True
 
 
-def _of_plain_tensors(function: Any, relevant: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+def of_plain_tensors(function: Any, relevant: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
     """Stand for the look of Python functions as ``F.rms_norm`` and ``F.pad`` for classes of tensors, where guarded
     placeholders are all that have one. Dynamo finds them again where ``__torch_function__`` has been disabled, and then
     nothing that could be called for them. The functions get views, which are plain tensors."""
