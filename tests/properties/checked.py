@@ -106,4 +106,4 @@ def check_cases(ranks: Ranks, number: int, kinds: tuple[MeshKind, ...], first_se
     check()
     print(f"seed {first_seed}: {dict(found)}")
     assert found.total() >= examples
-    assert found["trained"] >= 0.8 * found.total(), f"too many cases are refused: {dict(found)}"
+    assert found["trained"] >= 0.5 * found.total(), f"too many cases are refused: {dict(found)}"
