@@ -241,6 +241,26 @@ def test_batch_statistics_of_a_checkpoint_count_once_and_its_parameters_have_gra
     assert all(p.grad is not None for p in model.parameters())
 
 
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: F.dropout(self.linear(x)), x, use_reentrant=False)
+        return y
+
+
+def test_a_checkpoint_that_needs_no_gradient_may_draw_random_numbers() -> None:
+    plain = nn.Sequential(Frozen(), Frozen())
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
+    found = []
+    for m in (plain, model):
+        torch.manual_seed(0)
+        found.append(m(torch.ones(4, 8)))
+    assert torch.equal(*found)
+
+
 class Noisy(nn.Module):
     """Draws the same shapes twice in a layer, by operators that torch's partitioner takes for no draws."""
 

@@ -86,7 +86,7 @@ class AotTrace:
             decompositions=backend.decompositions(),
             keep_inference_input_mutations=backend.keeps_mutations,
         )
-        with compat.unlogged_graphs_unprinted():
+        with compat.unlogged_graphs_unprinted(), compat.recomputed_for_own_backward(module.graph):
             run: Callable[..., Any] = compiler(module, inputs)
         del self.prepare  # and the traces of layers that it has: torch keeps the rest until backward is compiled
         backward = self.context.graphs.get("backward")

@@ -81,6 +81,15 @@ def _give_values(graph: torch.fx.Graph) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
+def recomputed_for_own_backward(graph: torch.fx.Graph) -> contextlib.AbstractContextManager[Any]:
+    """Let AOTAutograd recompute within a graph only where it has a backward of its own (``torch.autograd.grad`` in a
+    forward). Of checkpoints in others, where nothing needs a gradient, torch 2.13 and 2.15 refuse random numbers."""
+    name = "remat_using_tags_for_fwd_loss_bwd_graph"
+    metas = [node.meta for node in graph.nodes]
+    own = any(m.get("autograd_backward") or (m.get("custom") or {}).get("phase") == "backward" for m in metas)
+    return functorch_config.patch({name: False} if hasattr(functorch_config, name) and not own else {})
+
+
 @contextlib.contextmanager
 def quick_minimum_cuts() -> Iterator[None]:
     """Let the partitioner find its minimum cut by ``minimum_cut.py``. Its import of networkx is its own, and late.
