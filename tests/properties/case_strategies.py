@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from lasting_ranks import MESHES
 from random_cases import Case, LayerCase, MeshCase, MeshKind, ModelCase, OptionsCase
-from random_layers import LAYERS, OVER_ROWS
+from random_layers import LAYERS, OVER_ROWS, WRITE_BUFFERS
 
 NUMBERS = st.integers(0, 20)
 OUTPUTS = (
@@ -62,6 +62,8 @@ def models(draw: st.DrawFn, *, cast: bool) -> ModelCase:
     if any(used.count(i) > 1 and any(layer.kind == "counter" for layer in blocks[i]) for i in used):
         # Plain PyTorch refuses that: the second use writes to what the first saved for backward.
         registered, calls = in_order, in_order
+    # What a checkpoint computes again, plain PyTorch writes again.
+    changes = any(layer.kind in WRITE_BUFFERS for block in blocks for layer in block)
     outputs = draw(st.just(("x",)) | st.lists(st.sampled_from(OUTPUTS), min_size=1, max_size=4, unique=True).map(tuple))
     few = st.just(()) | st.lists(NUMBERS, min_size=1, max_size=3).map(tuple)
     tokens = draw(st.booleans())
@@ -75,6 +77,7 @@ def models(draw: st.DrawFn, *, cast: bool) -> ModelCase:
         ties=draw(few),
         frozen=draw(few),
         ignored=() if cast else draw(st.just(()) | st.tuples(NUMBERS)),
+        checkpointed=() if changes else draw(st.just(()) | st.lists(st.integers(0, 2), max_size=2).map(tuple)),
         container=draw(st.sampled_from(["tensor", "tuple", "dict", "nested", "dataclass"])),
         outputs=outputs,
         used=draw(st.just((0,)) | st.lists(NUMBERS, max_size=4).map(tuple)),

@@ -23,7 +23,8 @@ class LayerCase:
 class ModelCase:
     """``calls``: blocks in the order of use; one may come several times, or never. ``registered``: blocks in the order
     of registration, which may name one twice. ``ties``, ``frozen``, ``ignored``: numbers that are taken modulo what
-    there is to choose from. ``outputs``: what forward returns, and how; ``used``: those of them, modulo, in the loss.
+    there is to choose from. ``checkpointed``: places in ``calls``. ``outputs``: what forward returns, and how;
+    ``used``: those of them, modulo, in the loss.
     """
 
     width: int = 4
@@ -35,6 +36,7 @@ class ModelCase:
     ties: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
     ignored: tuple[int, ...] = ()
+    checkpointed: tuple[int, ...] = ()
     container: Literal["tensor", "tuple", "dict", "nested", "dataclass"] = "tensor"
     outputs: tuple[str, ...] = ("x",)
     used: tuple[int, ...] = (0,)

@@ -338,3 +338,4 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "dropout": Dropout,
 }
 OVER_ROWS = {"statistics", "batch_norm"}
+WRITE_BUFFERS = {"counter", *OVER_ROWS}

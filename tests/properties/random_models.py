@@ -10,6 +10,7 @@ from random_cases import ModelCase
 from random_layers import LAYERS
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 7
 LENGTH = 3
@@ -45,6 +46,7 @@ class RandomModel(nn.Module):
         made = [Block([LAYERS[x.kind](case.width, x.size) for x in block], case.residual) for block in case.blocks]
         self.blocks = nn.ModuleList(made[i % len(made)] for i in case.registered)
         self.head = nn.Linear(case.width, 3)
+        self.recompute = True  # as that of ``Checkpointed``
 
     def forward(self, x: Tensor) -> Any:
         source = x
@@ -53,13 +55,13 @@ class RandomModel(nn.Module):
         elif self.case.writes_input:
             x.mul_(0.5)
         seen = [x]
-        for call in self.case.calls[:1]:
-            x = self.blocks[call % len(self.blocks)](x)
+        for place, call in enumerate(self.case.calls[:1]):
+            x = self._called(place, call, x)
             seen.append(x)
         if self.case.graph_break:  # not within a loop, which Dynamo would leave to Python
             torch._dynamo.graph_break()
-        for call in self.case.calls[1:]:
-            x = self.blocks[call % len(self.blocks)](x)
+        for place, call in enumerate(self.case.calls[1:], 1):
+            x = self._called(place, call, x)
             seen.append(x)
         head = self.head(x)
         values: dict[str, Any] = {
@@ -89,6 +91,12 @@ class RandomModel(nn.Module):
                 return {"first": [first], "others": (others, {})}
         first, *others = chosen.values()
         return Output(first, others)
+
+    def _called(self, place: int, call: int, x: Tensor) -> Tensor:
+        block = self.blocks[call % len(self.blocks)]
+        if place in self.case.checkpointed and self.recompute:
+            return checkpoint(block, x, use_reentrant=False)
+        return block(x)
 
 
 def make_model(case: ModelCase) -> tuple[RandomModel, list[nn.Parameter]]:

@@ -214,7 +214,7 @@ def train_reference(case: Case) -> list[Outcome]:
     models = [copy.deepcopy(model) for _ in range(case.mesh.ranks)]
     policy = mp_policy(case.options)
     for module in itertools.chain.from_iterable(m.modules() for m in models):
-        if isinstance(module, Checkpointed):
+        if isinstance(module, (Checkpointed, RandomModel)):
             module.recompute = False  # it would find parameters that are not cast any more
     trainings = [
         _train(case, m, functools.partial(_call_cast, m, policy), rank, lambda _: None) for rank, m in enumerate(models)
