@@ -139,10 +139,11 @@ class Accelerator(accelerate.Accelerator):
         return state
 
     def _prepare_compiled(self, args: tuple[Any, ...], device_placement: list[bool] | None) -> Any:
-        groups = [(group, list(group["params"])) for o in _plain_optimizers(args) for group in o.param_groups]
+        before = [(o, [list(group["params"]) for group in o.param_groups]) for o in _plain_optimizers(args)]
         prepared = super().prepare(*args, device_placement=device_placement)
-        for group, parameters in groups:  # [Note: the seam]
-            group["params"] = parameters
+        for optimizer, groups in before:  # [Note: the seam]; these are other groups, as their state was loaded
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
         return prepared
 
 
