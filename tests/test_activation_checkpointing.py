@@ -23,6 +23,8 @@ from graph_fsdp.passes import CheckpointActivations
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role
 
+RECOMPUTES = "remat_using_tags_for_fwd_loss_bwd_graph"
+
 
 def test_without_it_what_the_partitioner_chooses_is_saved() -> None:
     found = traced(None)
@@ -259,6 +261,26 @@ def test_a_checkpoint_that_needs_no_gradient_may_draw_random_numbers() -> None:
         torch.manual_seed(0)
         found.append(m(torch.ones(4, 8)))
     assert torch.equal(*found)
+
+
+class OwnDerivative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y: Tensor = checkpoint(lambda x: self.second(self.first(x).sigmoid()).tanh(), x, use_reentrant=False)
+        return torch.autograd.grad(y.sum(), x)[0].detach()
+
+
+@pytest.mark.skipif(not hasattr(functorch_config, RECOMPUTES), reason="torch.compile recomputes in no such graph")
+def test_a_graph_with_a_backward_of_its_own_recomputes_for_it() -> None:
+    model = OwnDerivative()
+    expected = model(torch.ones(4, 8))
+    graph_fsdp.compile(model, backend="eager")
+    torch.testing.assert_close(model(torch.ones(4, 8)), expected)
+    assert len(calls(graph_fsdp.inspect(model).inference, "sigmoid").splitlines()) == 2, "for the derivative again"
 
 
 class Noisy(nn.Module):
