@@ -58,6 +58,7 @@ class PythonReads:
         self.versions: dict[str, int] = {}  # of the placeholders that were whole, as they were found
         self._watches = not fullgraph and engine.backend.name != "xla"
         self._awaited = -1  # the backward whose end is awaited, by number
+        self._backwards: set[str] = set()  # modules, by name, the backward of whose call has begun and not ended
 
     # --- from outside
 
@@ -82,6 +83,8 @@ class PythonReads:
     def forward_call(self) -> Iterator[None]:
         """Release at the end of a call what only it needs, whatever happens in it."""
         self.release()
+        if compat.current_backward() == -1:
+            self._backwards.clear()  # of one that raised
         self._grad, self._units = torch.is_grad_enabled(), {}
         if self._watches:
             self._watch()
@@ -96,13 +99,16 @@ class PythonReads:
             if not keep:
                 self.release()
 
-    def before_backward(self) -> Callable[[Any], None] | None:
-        """Return what is to be called before the backward of the call that has just run; None if it read nothing."""
+    def before_backward(self, called: str) -> Callable[[Any], None] | None:
+        """Return what is to be called before the backward of the call of a module that has just run; None where nothing
+        may break."""
         units = self._units
-        if not units or not self._grad:
+        if not self._watches or not self._grad:
             return None
 
         def gather_again(_: Any) -> None:
+            self._backwards.add(called)
+            compat.when_backward_ends(lambda: self._backwards.discard(called))
             for unit, versions in units.items():
                 if self._shard_versions(unit) != versions:
                     raise ParameterChangedError(
@@ -113,6 +119,13 @@ class PythonReads:
                     self._gather(unit, "")
 
         return gather_again
+
+    def function_in_backward(self, name: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return what a call of module ``name`` runs in the backward of a call of one that it is in: an
+        ``autograd.Function`` of Python's computes it again, and may ask for gradients of the parameters that it was
+        given, which are placeholders. None: it is another call."""
+        inside = any(name.startswith(f"{module}." if module else module) for module in self._backwards - {name})
+        return self._again(function) if inside and compat.current_backward() != -1 else None
 
     def release(self, *, but: str | None = None) -> None:
         """Take the memory of placeholders away again, but for those of unit ``but``."""
