@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -326,3 +327,43 @@ def test_an_equal_model_runs_no_call_of_its_passes_again_and_times_no_guards(
         run.clear()
         graph_fsdp.compile(MLP(depth=1), backend="eager")(torch.ones(4, 16)).sum().backward()
     assert [name for name in run if name.startswith(("aten", "prims")) or name == timed] == []
+
+
+class Clamped(nn.Module):
+    """Its code after the break is compiled once, for whichever of these modules runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, low: float) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.linear(x).clamp(min=low)
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+class AroundAnother(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = Clamped(), Between(), Clamped()
+
+    def forward(self, x: Tensor, low: float) -> Tensor:
+        x = self.first(x, low)
+        return x if low > 0 else self.last(self.between(x), low)
+
+
+def test_code_with_a_float_that_became_constant_runs_with_other_parameters() -> None:
+    plain, x = AroundAnother(), torch.randn(2, 4, requires_grad=True)
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", fullgraph=False)
+    for low in (0.5, -0.25, -0.5):
+        torch.testing.assert_close(model(x, low), plain(x, low))

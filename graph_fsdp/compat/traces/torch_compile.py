@@ -20,6 +20,7 @@ from torch._dynamo import guards
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
@@ -142,9 +143,13 @@ def current_fake_mode() -> FakeTensorMode:
     return mode
 
 
-def tracing_in(mode: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
-    """Compile under this fake mode what a capture that has ended left."""
-    return tracing(TracingContext(mode))
+@contextlib.contextmanager
+def tracing_in(mode: FakeTensorMode) -> Iterator[None]:
+    """Compile under this fake mode what a capture that has ended left. It has made constants of floats where it must,
+    which torch knows until the next capture: nobody could trace again here."""
+    constant = unittest.mock.patch.object(TensorifyState, "should_specialize", lambda _: True)
+    with constant, tracing(TracingContext(mode)):
+        yield
 
 
 def forward_outputs() -> tuple[list[int], list[bool]]:
