@@ -283,6 +283,16 @@ def test_a_gather_moves_down_to_keep_the_plan_as_far_as_its_wait() -> None:
     assert "grad_b reduce_b gather_a reduced_b full_a grad_a reduce_a reduced_a" in names(graph)
 
 
+def test_a_graph_that_is_scheduled_keeps_its_order() -> None:
+    graph = gathers_and_reductions()
+    fixed = graph.order = graph.collectives  # by the verifier, behind the pass that schedules
+    start = next(node for node in graph.nodes if node.name == "gather_a")
+    graph.placeholders[-1].append(start)
+    assert graph.collectives != fixed
+    assert Plan().keep(graph)
+    assert graph.collectives == fixed
+
+
 @pytest.mark.parametrize(
     "planned",
     [

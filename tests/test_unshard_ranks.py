@@ -261,6 +261,14 @@ def a_block_of_unsharded_keeps_what_is_written() -> None:
         model.head.weight.data.zero_()
         raise KeyError
     assert torch.equal(whole(model.head.weight), 2 * saved["head.weight"]), "nothing is kept of a block that raises"
+    with graph_fsdp.unsharded(model):
+        model.load_state_dict(saved, assign=True)
+    found = model.state_dict()
+    assert all(torch.equal(whole(found[name]), saved[name]) for name in saved), "what is put there is kept"
+    replaced = pytest.raises(graph_fsdp.ParameterChangedError, match=r"'head\.weight' was replaced")
+    with replaced, graph_fsdp.unsharded(model):
+        model.head.weight = nn.Parameter(torch.zeros(2, 2))
+    assert torch.equal(whole(model.head.weight), saved["head.weight"])
 
 
 @FACTS

@@ -23,6 +23,7 @@ from graph_fsdp.checkpoint.folder import hidden, written
 from graph_fsdp.checkpoint.metadata import Checkpoint, joined, nbytes_of
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.initialise.state_keys import listed
 from graph_fsdp.mesh import as_bytes
 
 _BITS = {"uint": (8, 16, 32, 64), "int": (8, 16, 32, 64), "float": (16, 32, 64), "bfloat": (16,), "complex": (64,)}
@@ -96,7 +97,10 @@ def consolidate(
     found = checkpoint.under(model_key)
     entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
     if not entries:
-        raise CheckpointError(f"{path} has no tensors under {model_key!r}; its keys begin with {checkpoint.roots}")
+        raise CheckpointError(
+            f"{path} has no tensors under {model_key!r}; its keys begin with {listed(checkpoint.roots)}: say by "
+            'model_key (--model-key) which is the model\'s, such as "app.model" ("" for none)'
+        )
     source = _Source(checkpoint, model_key, entries, progress)
     if target.suffix == ".pt":  # what ``torch.load`` reads as a dict; without CRC32, which it ignores
         shapes = {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}

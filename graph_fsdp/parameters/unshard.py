@@ -305,7 +305,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
 
     Raises:
         TypeError: ``module`` is no unit of a compiled model and holds none, or a flag is neither True nor False.
-        ParameterChangedError: shards changed in the block (an optimizer's step): writing back would undo that.
+        ParameterChangedError: shards changed in the block (an optimizer's step): writing back would undo that; or what
+            was put in the place of a parameter has another shape or device.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
@@ -328,6 +329,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
         for units, unit in entered:
             units.finish(unit)
         yield
+        for storage in dict.fromkeys(units.storage for units, _ in entered if writeback):
+            storage.refresh()  # takes what was put into the modules (``load_state_dict(assign=True)``) for whole ones
         for units, unit in entered if writeback else ():
             units.check_fresh(unit)
         for units, unit in entered if writeback else ():

@@ -35,11 +35,12 @@ class Plan:
     def keep(self, graph: Graph) -> bool:
         """Move the starts of a graph's collectives into the planned order; a pass that schedules ends with it.
 
-        Gathers move up where that is enough, else reductions down, and gathers down as far as their waits. Returns
-        True, also where nothing is planned yet; False, with the order as it was, where the graph has other collectives
-        or needs them in another order: the ranks then have to agree on another plan.
+        Behind a pass that provides ``scheduled``, the order is the one that it has fixed. Gathers move up where that is
+        enough, else reductions down, and gathers down as far as their waits. Returns True, also where nothing is
+        planned yet; False, with the order as it was, where the graph has other collectives or needs them in another
+        order: the ranks then have to agree on another plan.
         """
-        planned = self.collectives.get(graph.phase)
+        planned = self.collectives.get(graph.phase) if graph.order is None else graph.order
         if planned is None:
             return True
         starts = dict(zip(graph.collectives, graph.starts, strict=True))
