@@ -31,7 +31,7 @@ class Convolution(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """Along each row."""
+    """Along the beginning of each row: every step is traced."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class Recurrence(nn.Module):
         state: Any = x.new_zeros(len(x), self.size)
         state = (state, state) if isinstance(self.cell, nn.LSTMCell) else state
         seen = []
-        for column in x.unsqueeze(2).unbind(1):
+        for column in x[:, :2].unsqueeze(2).unbind(1):
             state = self.cell(column, state)
             seen.append(self.down(state[0] if isinstance(state, tuple) else state))
-        return torch.cat(seen, 1)
+        return torch.cat([*seen, x[:, 2:]], 1)
 
 
 class Attention(nn.Module):
