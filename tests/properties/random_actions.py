@@ -82,6 +82,9 @@ class Actions:
     def reload(self) -> None:
         pass
 
+    def end(self) -> None:
+        """Training has ended, and parameters are looked at."""
+
     def value(self, name: str, number: int, default: Any) -> Any:
         """Of a unit."""
         values = self.given.get(name)
@@ -160,6 +163,12 @@ class CompiledActions(Actions):
                 model: Any = self.model.get_submodule(name)
                 model.reshard()
         super().step(number)
+
+    def end(self) -> None:
+        """An evaluation leaves the units whole that are to be kept, until a backward ends."""
+        for name, _ in self.units if "keeps" in self.given else ():
+            model: Any = self.model.get_submodule(name)
+            model.reshard()
 
     def scale(self, factor: float) -> None:
         with graph_fsdp.unsharded(self.model):

@@ -179,6 +179,7 @@ def _train(
                 output = call(_inputs(case, step, 0)[mine].clone().to(device))
             outcome.evaluations.append(loss_of(case.model, _whole_outputs(output)).item())
             model.train()
+    actions.end()
     outcome.parameters = {name: _copy(p) for name, p in model.named_parameters()}
     outcome.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return outcome
