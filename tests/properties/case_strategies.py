@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from lasting_ranks import MESHES
 from random_cases import Case, LayerCase, MeshCase, MeshKind, ModelCase, OptionsCase
 from random_layers import LAYERS, OVER_ROWS, WRITE_BUFFERS
+from random_models import OF_PARAMETERS
 
 NUMBERS = st.integers(0, 20)
 OUTPUTS = (
@@ -27,11 +29,21 @@ COMPILE: dict[str, st.SearchStrategy[Any]] = {
             {"output_dtype": "float32"},
         ]
     ),
-    "activation_checkpointing": st.sampled_from(["unit", "selective", "offload", "mm", 0.0, 0.3, 1.0]),
+    "mp_blocks": st.sampled_from(
+        [
+            {"param_dtype": "bfloat16", "output_dtype": "float64"},
+            {"param_dtype": "float32", "reduce_dtype": "float64", "output_dtype": "float64"},
+        ]
+    ),
+    "activation_checkpointing": st.sampled_from(
+        ["unit", "selective", "offload", "unit, offload", "selective, offload", "mm", 0.0, 0.3, 1.0]
+    ),
     "auto_wrap_policy": st.sampled_from(["block", "linear", "block and linear", "size", "model"]),
-    "offload": st.just(True),
+    "offload": st.booleans(),  # pinned or not
     "columns": st.just(True),
     "dynamic": st.booleans(),
+    "sync_module_states": st.just(True),
+    "own_mesh": st.none(),  # another one of as many ranks
 }
 PIPELINE: dict[str, st.SearchStrategy[Any]] = {
     "bucket": st.sampled_from(["none", "auto", 8, 100, 400, 1000, 5000]),
@@ -39,15 +51,47 @@ PIPELINE: dict[str, st.SearchStrategy[Any]] = {
     "forward_prefetch": st.sampled_from([0, 1, 3, "auto"]),
     "reductions_in_flight": st.sampled_from([1, 2, 5]),
     "budget": st.sampled_from([500, 1000, 2000, 4000, 100_000]),
+    "messages": st.just("one"),
+    "delay_wgrad": st.sampled_from([0, 1, 2, 5]),
+    "hardware": st.sampled_from(["h100", "cheap messages"]),
 }
+
+
+def _few(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(values, min_size=1, max_size=3).map(tuple)
+
+
+PROGRAM: dict[str, st.SearchStrategy[Any]] = {
+    "divide": _few(st.sampled_from([1.0, 2.0, 3.0])),
+    "summed": _few(st.booleans()),
+    "hook": _few(st.sampled_from([0.5, 1.0])),
+    "in_flight": st.sampled_from([1, 2, 5]),
+    "custom": st.just(True),
+    "keeps": _few(st.booleans()),
+    "stays_whole": st.just(True),
+    "replicas_late": st.just(True),
+    "forward_prefetch": _few(_few(NUMBERS)),
+    "backward_prefetch": _few(_few(NUMBERS)),
+    "unshard": _few(st.tuples(NUMBERS, st.booleans())),
+    "reshard": _few(NUMBERS),
+    "clip": st.sampled_from([0.01, 1.0]),
+    "whole": st.just(0.9),
+    "reload": st.just(True),
+    "frozen_later": _few(NUMBERS),
+    "grads_stay": st.just(True),
+    "optimizer": st.sampled_from(["slices", "in_backward", 1, 2]),
+}
+REDUCED = {"divide", "summed", "hook", "in_flight"}
+GATHERED = {"custom", "keeps", "stays_whole", "forward_prefetch", "backward_prefetch"}
+WHOLE = {"stays_whole", "unshard", "whole"}
 
 ALONE = MeshCase("none", 1)
 layers = st.builds(LayerCase, st.sampled_from(sorted(LAYERS)), st.integers(1, 7))
 
 
 @st.composite
-def models(draw: st.DrawFn, *, cast: bool) -> ModelCase:
-    """``cast``: parameters are, and neither BatchNorm's buffers nor ignored parameters."""
+def models(draw: st.DrawFn, *, cast: bool, tied: bool) -> ModelCase:
+    """``cast``: parameters are, and neither BatchNorm's buffers nor ignored parameters. ``tied``: some may be."""
     kinds = layers.filter(lambda layer: layer.kind != "batch_norm") if cast else layers
     if draw(st.booleans()):  # equal blocks, as most models have
         block = tuple(draw(st.lists(kinds, min_size=1, max_size=2)))
@@ -74,7 +118,7 @@ def models(draw: st.DrawFn, *, cast: bool) -> ModelCase:
         registered=registered,
         calls=calls,
         residual=draw(st.booleans()),
-        ties=draw(few),
+        ties=draw(few) if tied else (),
         frozen=draw(few),
         ignored=() if cast else draw(st.just(()) | st.tuples(NUMBERS)),
         checkpointed=() if changes else draw(st.just(()) | st.lists(st.integers(0, 2), max_size=2).map(tuple)),
@@ -98,7 +142,45 @@ def options(draw: st.DrawFn, mesh: MeshCase) -> OptionsCase:
     sharding = {"none": 1, "replicate": 1, "shard": mesh.ranks}.get(mesh.kind) or mesh.shape[1]
     if isinstance(reshard, int) and not isinstance(reshard, bool) and sharding % reshard:
         compile["reshard_after_forward"] = sharding
-    return OptionsCase(compile, pipeline)
+    others = [other for other in MESHES if other.ranks == mesh.ranks > 1 and other != mesh]
+    if not others or {"columns", "reshard_after_forward"} & set(compile):
+        compile.pop("own_mesh", None)
+    elif "own_mesh" in compile:
+        compile["own_mesh"] = draw(st.sampled_from(others))
+    if "mp" in compile:
+        compile.pop("mp_blocks", None)
+    whole = "columns" not in compile
+    return OptionsCase(compile, pipeline, draw(programs(mesh, sharding, whole)))
+
+
+@st.composite
+def programs(draw: st.DrawFn, mesh: MeshCase, sharding: int, whole: bool) -> dict[str, Any]:
+    """What a program does to a model on a mesh. ``sharding``: ranks that shard; ``whole``: parameters can be whole."""
+    possible = set(PROGRAM)
+    if mesh.ranks == 1:
+        possible -= {*REDUCED, "custom"}
+    if sharding == 1 < mesh.ranks:
+        possible -= GATHERED
+    if mesh.kind != "hybrid" or mesh.shape[0] == 1:
+        possible -= {"replicas_late"}
+    if mesh.kind == "none":
+        possible -= {"optimizer"}
+    if not whole:
+        possible -= WHOLE
+    chosen = draw(st.just([]) | st.lists(st.sampled_from(sorted(possible)), min_size=1, max_size=3, unique=True))
+    given = {name: draw(PROGRAM[name]) for name in chosen}
+    if given.get("optimizer") == "in_backward" and (sharding == 1 or {"clip", "replicas_late"} & set(given)):
+        given["optimizer"] = "slices"
+    if isinstance(given.get("optimizer"), int) and not whole:
+        given["optimizer"] = "slices"
+    return given
+
+
+def in_parts(options: OptionsCase, model: ModelCase) -> bool:
+    """Whether a model can be compiled in parts: its own parameters are not what it returns, nor are options for it."""
+    own = OF_PARAMETERS & set(model.outputs)
+    of_model = {"mp", "mp_blocks", "own_mesh", "auto_wrap_policy"} & set(options.compile)
+    return not own and not of_model and "budget" not in options.pipeline
 
 
 @st.composite
@@ -106,7 +188,14 @@ def cases(draw: st.DrawFn, ranks: int, kinds: Collection[MeshKind]) -> Case:
     """On a mesh of so many ranks that is of one of these kinds."""
     mesh = draw(st.sampled_from([mesh for mesh in (ALONE, *MESHES) if mesh.ranks == ranks and mesh.kind in kinds]))
     chosen = draw(options(mesh))
-    model = draw(models(cast="mp" in chosen.compile))
+    cast = bool({"mp", "mp_blocks"} & set(chosen.compile))
+    model = draw(models(cast=cast, tied=not {"mp_blocks", "own_mesh"} & set(chosen.compile)))
+    parts = draw(st.integers(0, 7)) == 7 and in_parts(chosen, model)
+    if parts:
+        chosen, model = OptionsCase(chosen.compile, chosen.pipeline), dataclasses.replace(model, ties=())
+    in_backward = chosen.program.get("optimizer") == "in_backward"
+    # Plain PyTorch refuses that, too: a second call writes to what the first one saved.
+    again = not in_backward and all(layer.kind != "counter" for block in model.blocks for layer in block)
     over_rows = any(layer.kind in OVER_ROWS for block in model.blocks for layer in block)
     rows = st.integers(2 if over_rows else 1, 4)
     return Case(
@@ -115,8 +204,10 @@ def cases(draw: st.DrawFn, ranks: int, kinds: Collection[MeshKind]) -> Case:
         chosen,
         rows=draw(st.tuples(rows) | st.tuples(rows) | st.tuples(rows).map(lambda n: n * 2) | st.tuples(rows, rows)),
         skewed=ranks > 1 and draw(st.integers(0, 4)) == 4,
-        microbatches=draw(st.sampled_from([1, 1, 1, 2])),
-        no_sync=draw(st.integers(0, 3)) == 3,
+        microbatches=1 if in_backward else draw(st.sampled_from([1, 1, 1, 2])),
+        calls=draw(st.sampled_from([1, 1, 1, 1, 1, 2])) if again else 1,
+        parts=parts,
+        no_sync=not in_backward and draw(st.integers(0, 3)) == 3,
         evaluate=draw(st.integers(0, 3)) == 3,
         input_grad=not model.writes_input and draw(st.booleans()),
         seed=draw(st.integers(0, 3)),

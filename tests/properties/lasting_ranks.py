@@ -123,7 +123,7 @@ def serve(port: int) -> None:
     torch.set_num_threads(1)
     rank = dist.get_rank()
     meshes = {mesh: make_mesh(mesh) for mesh in MESHES if mesh.ranks <= dist.get_world_size()}
-    runner = Runner()
+    runner = Runner(meshes.__getitem__)
     with _connection(socket.create_connection(("127.0.0.1", port))) as pipe:
         send(pipe, rank)
         while True:
@@ -161,8 +161,9 @@ def outcome_of(train: Callable[[], Outcome]) -> Outcome | Raised:
 class Runner:
     """Of a process: runs cases one after the other."""
 
-    def __init__(self) -> None:
-        self._done = 0
+    def __init__(self, find: Callable[[MeshCase], Any] = make_mesh) -> None:
+        """``find``: the mesh of a description, which parameters of a model on another one can have."""
+        self._done, self._find = 0, find
 
     def run(self, case: Case, mesh: DeviceMesh | None, rank: int) -> Outcome | Raised:
         if not self._done:
@@ -170,7 +171,7 @@ class Runner:
             gc.freeze()  # see [Note: garbage]
         self._done += 1
         try:
-            return outcome_of(lambda: train_sharded(case, mesh, rank))
+            return outcome_of(lambda: train_sharded(case, mesh, rank, self._find))
         finally:
             torch._dynamo.reset()
             if self._done % COLLECT_EVERY == 0:

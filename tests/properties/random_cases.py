@@ -55,16 +55,19 @@ class MeshCase:
 
 @dataclass(frozen=True)
 class OptionsCase:
-    """Options of ``compile`` and ``default_pipeline``, as ``random_training.py`` reads them."""
+    """Options of ``compile`` and ``default_pipeline``, as ``random_training.py`` reads them, and what a program does to
+    the model, as ``random_actions.py`` does."""
 
     compile: dict[str, Any] = field(default_factory=dict)
     pipeline: dict[str, Any] = field(default_factory=dict)
+    program: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Case:
     """``rows``: of each rank, per step; with ``skewed``, rank 1 has one more than rank 0, and so on. ``microbatches``:
-    backwards per step, all but the last of them without reduction if ``no_sync``. ``evaluate``: a call under
+    backwards per step, all but the last of them without reduction if ``no_sync``. ``calls``: of the model before each
+    backward. ``parts``: the model's blocks and layers are compiled, each by itself. ``evaluate``: a call under
     ``no_grad`` in between. ``input_grad``: of the inputs."""
 
     model: ModelCase = ModelCase()  # frozen
@@ -73,6 +76,8 @@ class Case:
     rows: tuple[int, ...] = (2,)
     skewed: bool = False
     microbatches: int = 1
+    calls: int = 1
+    parts: bool = False
     no_sync: bool = False
     evaluate: bool = False
     input_grad: bool = False

@@ -10,12 +10,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from composed_layers import COMPOSED, random
+from composed_layers import WRITE_BUFFERS as COMPOSED_WRITE_BUFFERS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-
-def random(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape) * 0.5)
 
 
 class Affine(nn.Module):
@@ -284,7 +282,8 @@ class Checkpointed(nn.Module):
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
-        self.inner, self.recompute = Affine(width, size), True
+        affine = Affine(width, size)
+        self.inner, self.recompute = affine if size < 5 else nn.Sequential(Scalar(width, size), affine), True
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
@@ -336,6 +335,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "checkpointed": Checkpointed,
     "masked": Masked,
     "dropout": Dropout,
+    **COMPOSED,
 }
 OVER_ROWS = {"statistics", "batch_norm"}
-WRITE_BUFFERS = {"counter", *OVER_ROWS}
+WRITE_BUFFERS = {"counter", *OVER_ROWS, *COMPOSED_WRITE_BUFFERS}

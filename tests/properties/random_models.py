@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 7
 LENGTH = 3
+OF_PARAMETERS = {"bias", "weight_view", "penalty"}
 
 
 class Block(nn.Module):
@@ -70,14 +71,17 @@ class RandomModel(nn.Module):
             "view": head[:, :2],
             "hidden": seen[len(seen) // 2],
             "mean": x.mean(1),
-            "bias": self.head.bias,
-            "weight_view": self.head.weight.flatten(),  # a view, unless it is tied to a transposed one
-            "penalty": self.head.weight.square().sum(),
             "detached": head.detach(),
             "input": source,
             "none": None,
             "number": 3,
         }
+        if OF_PARAMETERS & set(self.case.outputs):  # outside of a graph they are shards, of which these are not all
+            values |= {
+                "bias": self.head.bias,
+                "weight_view": self.head.weight.flatten(),  # a view, unless it is tied to a transposed one
+                "penalty": self.head.weight.square().sum(),
+            }
         chosen = {name: values[name] for name in self.case.outputs}
         match self.case.container:
             case "tensor":

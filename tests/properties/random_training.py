@@ -11,6 +11,7 @@ by themselves, with buffers of their own, and averages the gradients. Casts are 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -19,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from random_cases import Case, OptionsCase
+from random_actions import Actions, CompiledActions
+from random_cases import Case, MeshCase
 from random_layers import OVER_ROWS, Checkpointed
 from random_models import LENGTH, VOCABULARY, Block, RandomModel, loss_of, make_model
 from torch import Tensor, nn
@@ -30,9 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 import graph_fsdp
-from graph_fsdp.passes import default_pipeline
-
-LEARNING_RATE = 0.1
+from graph_fsdp.passes import HARDWARE, ActivationCheckpointing, default_pipeline
 
 POLICIES: dict[str, Any] = {
     "block": {Block},
@@ -41,8 +41,17 @@ POLICIES: dict[str, Any] = {
     "size": functools.partial(size_based_auto_wrap_policy, min_num_params=20),
     "model": {RandomModel},
 }
-RECOMPUTE: dict[str, Any] = {"mm": [torch.ops.aten.mm, torch.ops.aten.tanh]}
-PREFETCH: dict[str, Any] = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
+RECOMPUTE: dict[str, Any] = {
+    "mm": [torch.ops.aten.mm, torch.ops.aten.tanh],
+    "unit, offload": ActivationCheckpointing(recompute="unit", offload=True),
+    "selective, offload": ActivationCheckpointing(recompute="selective", offload=True),
+}
+# One more message costs less than a copy: buckets are gathered in several.
+_QUICK = dataclasses.replace(HARDWARE["h100"].intra, latency=1e-12)
+NAMED: dict[str, dict[Any, Any]] = {
+    "prefetch": {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST},
+    "hardware": {"cheap messages": dataclasses.replace(HARDWARE["h100"], intra=_QUICK, inter=_QUICK)},
+}
 
 
 @dataclass
@@ -60,27 +69,36 @@ class Outcome:
 
 def is_per_rank(case: Case) -> bool:
     over_rows = any(layer.kind in OVER_ROWS for block in case.model.blocks for layer in block)
-    return over_rows or case.skewed or "mp" in case.options.compile
+    return over_rows or case.skewed or bool({"mp", "mp_blocks"} & set(case.options.compile))
 
 
-def mp_policy(options: OptionsCase) -> MixedPrecisionPolicy:
-    names = options.compile.get("mp", {})
-    return MixedPrecisionPolicy(**{name: getattr(torch, dtype) for name, dtype in names.items()})
+def mp_policies(case: Case) -> dict[type[nn.Module], MixedPrecisionPolicy]:
+    """Of the model, and of its blocks if they have their own."""
+    found = {}
+    for name, cls in (("mp", RandomModel), ("mp_blocks", Block)):
+        names = case.options.compile.get(name, {})
+        if names or cls is RandomModel:
+            found[cls] = MixedPrecisionPolicy(**{key: getattr(torch, dtype) for key, dtype in names.items()})
+    return found
 
 
 def compile_options(case: Case) -> dict[str, Any]:
     """The keyword arguments of ``graph_fsdp.compile``."""
     given = dict(case.options.compile)
-    policy = mp_policy(case.options)
-    by_module = policy if policy.output_dtype is None else {RandomModel: policy}  # units need not take what others give
-    options: dict[str, Any] = {"backend": "eager", "mp_policy": by_module}
+    policies = mp_policies(case)
+    policy = policies[RandomModel]
+    of_all = policy.output_dtype is None and len(policies) == 1  # units need not take what others give
+    options: dict[str, Any] = {"backend": "eager", "mp_policy": policy if of_all else policies}
     given.pop("mp", None)
-    if given.pop("offload", False):
-        options["offload_policy"] = CPUOffloadPolicy()
+    given.pop("mp_blocks", None)
+    given.pop("own_mesh", None)
+    if (offload := given.pop("offload", None)) is not None:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=offload)
     if given.pop("columns", False):
         options["shard_placement_fn"] = functools.partial(_last_dimension, _sharding_ranks(case))
     if "auto_wrap_policy" in given:
-        options["auto_wrap_policy"] = POLICIES[given.pop("auto_wrap_policy")]
+        options["auto_wrap_policy"] = wrap_policy(case)
+        del given["auto_wrap_policy"]
     if "activation_checkpointing" in given:
         what = given.pop("activation_checkpointing")
         options["activation_checkpointing"] = RECOMPUTE.get(what, what)
@@ -88,9 +106,13 @@ def compile_options(case: Case) -> dict[str, Any]:
         options["fullgraph"] = False
     pipeline = dict(case.options.pipeline)
     if pipeline:
-        pipeline |= {key: PREFETCH.get(value, value) for key, value in pipeline.items() if key == "prefetch"}
+        pipeline |= {key: NAMED[key].get(value, value) for key, value in pipeline.items() if key in NAMED}
         options["passes"] = default_pipeline(**pipeline)
     return options | given
+
+
+def wrap_policy(case: Case) -> Any:
+    return POLICIES.get(case.options.compile.get("auto_wrap_policy"))
 
 
 def _sharding_ranks(case: Case) -> int:
@@ -109,9 +131,9 @@ def _rows(case: Case, step: int, rank: int | None) -> slice:
     return slice(0, sum(sizes)) if rank is None else slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
-def _inputs(case: Case, step: int, microbatch: int) -> Tensor:
+def _inputs(case: Case, step: int, microbatch: int, call: int = 0) -> Tensor:
     """The rows of all ranks."""
-    generator = torch.Generator().manual_seed(1000 * case.seed + 10 * step + microbatch)
+    generator = torch.Generator().manual_seed(1000 * case.seed + 100 * call + 10 * step + microbatch)
     rows = _rows(case, step, None).stop
     if case.model.tokens:
         return torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
@@ -123,34 +145,41 @@ def _train(
     model: RandomModel,
     call: Callable[[Tensor], Any],
     rank: int | None,
-    sync: Callable[[bool], None],
+    actions: Actions,
     device: str = "cpu",
 ) -> Generator[None, None, Outcome]:
-    """Yields twice a step: to average ``.grad``, and for the optimizer. ``rank``: whose rows; None for all."""
+    """Yields once a step, to average ``.grad``. ``rank``: whose rows; None for all."""
     outcome = Outcome()
+    actions.begin()
     for step in range(len(case.rows)):
         mine = _rows(case, step, rank)
         for microbatch in range(case.microbatches):
-            x = _inputs(case, step, microbatch)[mine].clone().to(device)
-            x.requires_grad_(case.input_grad and x.is_floating_point())
-            if case.no_sync:
-                sync(microbatch == case.microbatches - 1)
-            torch.manual_seed(1000 * step + microbatch)  # the masks of all ranks and of the reference are the same
-            loss = loss_of(case.model, _whole_outputs(call(x)))
+            losses, inputs = [], []
+            for number in range(case.calls):
+                x = _inputs(case, step, microbatch, number)[mine].clone().to(device)
+                x.requires_grad_(case.input_grad and x.is_floating_point())
+                actions.before_forward(microbatch == case.microbatches - 1)
+                torch.manual_seed(1000 * step + microbatch)  # the masks of all ranks and of the reference are the same
+                losses.append(loss_of(case.model, _whole_outputs(call(x))))
+                inputs.append(x)
+            actions.before_backward()
+            loss = torch.stack(losses).sum()
             if loss.requires_grad:
                 loss.backward()
             outcome.losses.append(loss.item())
-            outcome.inputs.append(x.detach().clone())
-            outcome.input_gradients.append(x.grad)
+            outcome.inputs += [x.detach().clone() for x in inputs]
+            outcome.input_gradients += [x.grad for x in inputs]
         yield
+        actions.with_gradients()
         outcome.gradients.append({name: _copy(p.grad) for name, p in model.named_parameters()})
-        yield
+        actions.step(step)
         if case.evaluate:
             model.eval()
             with torch.no_grad():
                 output = call(_inputs(case, step, 0)[mine].clone().to(device))
             outcome.evaluations.append(loss_of(case.model, _whole_outputs(output)).item())
             model.train()
+    actions.end()
     outcome.parameters = {name: _copy(p) for name, p in model.named_parameters()}
     outcome.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return outcome
@@ -168,22 +197,30 @@ def _whole_outputs(output: Any) -> Any:
     return pytree.tree_map_only(DTensor, lambda value: value.full_tensor(), output)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, foreach=False)
-
-
 class Sharded:
     """A case's model on a rank of the mesh, which can be trained again from its first values."""
 
-    def __init__(self, case: Case, mesh: DeviceMesh | None, rank: int) -> None:
+    def __init__(self, case: Case, mesh: DeviceMesh | None, rank: int, find: Callable[[MeshCase], Any]) -> None:
+        """``find``: the mesh of a description."""
         self.case, self.rank = case, rank
         self.device = mesh.device_type if mesh is not None else "cpu"
         torch.manual_seed(case.seed)
         self.model, ignored = make_model(case.model)
+        options = compile_options(case)
+        if "own_mesh" in case.options.compile:
+            options["meshes"] = {nn.Linear: find(case.options.compile["own_mesh"])}
+        if options.get("sync_module_states") and rank:
+            for value in self.state():
+                value.mul_(3)
+        self.actions = CompiledActions(case, self.model, wrap_policy(case), ignored)
         with warnings.catch_warnings():
             # Options that save nothing on a CPU say so.
             warnings.filterwarnings("ignore", message=".*(offload|OffloadPolicy|reshard_after_forward=1).*")
-            graph_fsdp.compile(self.model, mesh, ignored_params=ignored, **compile_options(case))
+            for module in parts_of(self.model, ignored) if case.parts else [self.model]:
+                own = [p for p in module.parameters() if any(p is out for out in ignored)]
+                graph_fsdp.compile(module, mesh, ignored_params=own, **options)
+                self.actions.compiled.append(module)
+        self.actions.made()
         self.first = [value.clone() for value in self.state()]
 
     def state(self) -> list[Tensor]:
@@ -194,50 +231,50 @@ class Sharded:
         for value, first in zip(self.state(), self.first, strict=True):
             value.copy_(first)
         model: Any = self.model
-        training = _train(self.case, model, model, self.rank, model.set_requires_gradient_sync, self.device)
-        outcome = _finish([training], [_optimizer(model)], lambda: None)[0]
-        assert str(graph_fsdp.inspect(model))
+        outcome = _finish([_train(self.case, model, model, self.rank, self.actions, self.device)], lambda: None)[0]
+        assert self.case.parts or str(graph_fsdp.inspect(model))
         return outcome
 
 
-def train_sharded(case: Case, mesh: DeviceMesh | None, rank: int) -> Outcome:
+def parts_of(model: RandomModel, ignored: list[nn.Parameter]) -> list[nn.Module]:
+    """Modules that are compiled each by itself, where the model is not: those that have something to shard."""
+    embedding, out = [model.tokens] if model.case.tokens else [], set(map(id, ignored))
+    found = (*embedding, *dict.fromkeys(model.blocks), model.head)
+    return [module for module in found if not out.issuperset(map(id, module.parameters()))]
+
+
+def train_sharded(case: Case, mesh: DeviceMesh | None, rank: int, find: Callable[[MeshCase], Any]) -> Outcome:
     """On a rank of the mesh."""
-    return Sharded(case, mesh, rank).train()
+    return Sharded(case, mesh, rank, find).train()
 
 
 def train_reference(case: Case) -> list[Outcome]:
     """What each rank must see; one outcome for all rows, if not ``is_per_rank``."""
     torch.manual_seed(case.seed)
-    model, _ = make_model(case.model)
+    model, ignored = make_model(case.model)
     if not is_per_rank(case):
-        return _finish([_train(case, model, model, None, lambda _: None)], [_optimizer(model)], lambda: None)
-    models = [copy.deepcopy(model) for _ in range(case.mesh.ranks)]
-    policy = mp_policy(case.options)
+        return _finish([_train(case, model, model, None, _plain(case, model, ignored))], lambda: None)
+    made = [copy.deepcopy((model, ignored)) for _ in range(case.mesh.ranks)]
+    models = [m for m, _ in made]
     for module in itertools.chain.from_iterable(m.modules() for m in models):
         if isinstance(module, (Checkpointed, RandomModel)):
             module.recompute = False  # it would find parameters that are not cast any more
-    trainings = [
-        _train(case, m, functools.partial(_call_cast, m, policy), rank, lambda _: None) for rank, m in enumerate(models)
-    ]
-    return _finish(trainings, [_optimizer(m) for m in models], functools.partial(_average_gradients, models))
+    cast = [functools.partial(_call_cast, m, mp_policies(case)) for m in models]
+    trainings = [_train(case, m, cast[rank], rank, _plain(case, m, out)) for rank, (m, out) in enumerate(made)]
+    return _finish(trainings, functools.partial(_average_gradients, models))
 
 
-def _finish(
-    trainings: list[Generator[None, None, Outcome]],
-    optimizers: list[torch.optim.Optimizer],
-    average: Callable[[], None],
-) -> list[Outcome]:
+def _plain(case: Case, model: RandomModel, ignored: list[nn.Parameter]) -> Actions:
+    return Actions(case, model, wrap_policy(case), ignored)
+
+
+def _finish(trainings: list[Generator[None, None, Outcome]], average: Callable[[], None]) -> list[Outcome]:
     """Run trainings in step with each other."""
     while True:
         outcomes = list(map(_advance, trainings))
         if outcomes[0] is not None:
             return [outcome for outcome in outcomes if outcome is not None]
         average()
-        for training in trainings:
-            next(training)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def _advance(training: Generator[None, None, Outcome]) -> Outcome | None:
@@ -252,27 +289,38 @@ def _average_gradients(models: list[RandomModel]) -> None:
     for same in zip(*(model.parameters() for model in models), strict=True):
         grads = [p.grad for p in same if p.grad is not None]
         if grads:
-            mean = torch.stack(grads).double().mean(0)
+            mean = torch.stack(grads).to(torch.promote_types(grads[0].dtype, torch.float64)).mean(0)
             for p in same:
-                p.grad = mean.to(p.dtype)
+                p.grad = mean.to(p.dtype, copy=True)  # gradients are written to
 
 
-def _call_cast(model: RandomModel, policy: MixedPrecisionPolicy, x: Tensor) -> Any:
+def _call_cast(model: RandomModel, policies: dict[type[nn.Module], MixedPrecisionPolicy], x: Tensor) -> Any:
     """A forward as FSDP2's mixed precision makes it, without sharding."""
-    dtype = policy.param_dtype
-    slots = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
-    cast = {id(p): p for _, _, p in slots}
-    if dtype is not None:
-        x = x.to(dtype) if x.is_floating_point() else x
-        cast = {key: p.to(dtype) if p.is_floating_point() else p for key, p in cast.items()}  # type: ignore[misc]
+    root, blocks = policies[RandomModel], policies.get(Block)
+    of = dict.fromkeys(model.modules(), root)
+    inner = [module for module in model.modules() if blocks is not None and isinstance(module, Block)]
+    for block in inner:
+        assert blocks is not None
+        of |= dict.fromkeys(block.modules(), blocks)
+    slots = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    cast = {id(p): _to(of[m].param_dtype, p) for m, _, p in slots}
+    hooks = []
+    for block in inner:
+        assert blocks is not None
+        before, after = functools.partial(_to, blocks.param_dtype), functools.partial(_to, blocks.output_dtype)
+        hooks.append(block.register_forward_pre_hook(lambda _, args, before=before: tuple(map(before, args))))
+        hooks.append(block.register_forward_hook(lambda _, args, output, after=after: after(output)))
     try:
-        for registered, name, p in slots:
-            registered[name] = cast[id(p)]
-        output = model(x)
+        for module, name, p in slots:
+            module._parameters[name] = cast[id(p)]
+        output = model(_to(root.param_dtype, x))
     finally:
-        for registered, name, p in slots:
-            registered[name] = p
-    to = policy.output_dtype
-    if to is None:
-        return output
-    return pytree.tree_map_only(Tensor, lambda value: value.to(to) if value.is_floating_point() else value, output)
+        for module, name, p in slots:
+            module._parameters[name] = p
+        for hook in hooks:
+            hook.remove()
+    return pytree.tree_map_only(Tensor, functools.partial(_to, root.output_dtype), output)
+
+
+def _to(dtype: torch.dtype | None, value: Any) -> Any:
+    return value if dtype is None or not value.is_floating_point() else value.to(dtype)

@@ -176,7 +176,7 @@ def test_options(name: str) -> None:
 
 def case_training(case: Case) -> Callable[[], Outcome | Raised]:
     mesh = make_mesh(case.mesh)
-    sharded = functools.cache(lambda: Sharded(case, mesh, 1))
+    sharded = functools.cache(lambda: Sharded(case, mesh, 1, make_mesh))
     return lambda: outcome_of(lambda: sharded().train())
 
 

@@ -30,7 +30,8 @@ TUPLE_SAVED = Case(
 def is_cheap(case: Case) -> bool:
     """It is captured once, or twice with an evaluation, and is small."""
     same_sizes = len(set(case.rows)) == 1 and not case.skewed and not case.no_sync
-    return same_sizes and not case.model.graph_break and case.microbatches == 1 and 1 <= len(case.model.calls) <= 2
+    one_call = case.microbatches == case.calls == 1 and not case.model.graph_break
+    return same_sizes and one_call and 1 <= len(case.model.calls) <= 2
 
 
 def drawn(number: int) -> list[Case]:
@@ -61,8 +62,9 @@ def test_training_in_one_process_is_that_of_plain_pytorch() -> None:
 def run_all(chosen: list[Case]) -> list[Outcome | Raised]:
     """On a rank: the outcomes of the cases that it takes part in."""
     torch.set_num_threads(1)
-    rank, runner = dist.get_rank(), Runner()
+    rank = dist.get_rank()
     meshes = {mesh: make_mesh(mesh) for mesh in MESHES if mesh.ranks <= dist.get_world_size()}
+    runner = Runner(meshes.__getitem__)
     return [runner.run(case, meshes[case.mesh], rank) for case in chosen if rank < case.mesh.ranks]
 
 
