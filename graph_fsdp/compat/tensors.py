@@ -172,6 +172,34 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+# Returns a number for the backward that autograd runs in this thread; -1 where it runs none.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class _Skipped:
+    """A hook of a leaf, in its place among them, that one backward does not call: when it comes to it, the hook is put
+    back."""
+
+    def __init__(self, hooks: dict[int, Any], key: int) -> None:
+        self.hooks, self.key, self.hook, self.backward = hooks, key, hooks[key], current_backward()
+
+    def __call__(self, value: Any) -> Any:
+        if self.hooks.get(self.key) is self:  # and was not removed by one before it
+            self.hooks[self.key] = self.hook
+        return self.hook(value) if current_backward() != self.backward else None
+
+
+def skip_hooks(parameter: torch.Tensor) -> None:
+    """Let the backward under way, which has no gradient of a leaf, not call the leaf's hooks: autograd would, without
+    one."""
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    before: Any = parameter._backward_hooks
+    for hooks in (before, after):
+        for key in hooks or ():
+            if not isinstance(hooks[key], _Skipped):
+                hooks[key] = _Skipped(hooks, key)
+
+
 def has_accumulator(leaf: torch.Tensor) -> bool:
     """Say whether a leaf's ``AccumulateGrad`` may be there, which holds it: it is made for the first graph that needs
     it, and goes with the last."""

@@ -136,6 +136,8 @@ def _accumulate(
     nodes: Sequence[tuple[Any, int]] = ()
     for index, (p, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None or not p.shard.requires_grad:  # frozen after its forward
+            if p.hooks != hooks and compat.has_hooks(p.shard):
+                compat.skip_hooks(p.shard)
             continue
         shard, local = p.shard, grad if p.is_whole and grad.is_contiguous() else _local_gradient(p, grad)
         direct = runs_all and p.hooks == hooks

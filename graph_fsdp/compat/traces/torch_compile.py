@@ -129,9 +129,6 @@ def is_tracing() -> bool:
 leave_to_python(is_tracing)  # compiled by itself it would return what is so while Dynamo traces
 
 
-# Returns a number for the backward that autograd runs in this thread; -1 where it runs none.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
-
 # Runs a function when the backward that is under way has computed all gradients.
 when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
