@@ -302,8 +302,9 @@ def _call_cast(model: RandomModel, policies: dict[type[nn.Module], MixedPrecisio
     for block in inner:
         assert blocks is not None
         of |= dict.fromkeys(block.modules(), blocks)
-    slots = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
-    cast = {id(p): _to(of[m].param_dtype, p) for m, _, p in slots}
+    slots = [(of[m], m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items()]
+    slots = [slot for slot in slots if slot[-1] is not None]
+    cast = {id(p): _to(policy.param_dtype, p) for policy, _, _, p in slots}
     hooks = []
     for block in inner:
         assert blocks is not None
@@ -311,12 +312,12 @@ def _call_cast(model: RandomModel, policies: dict[type[nn.Module], MixedPrecisio
         hooks.append(block.register_forward_pre_hook(lambda _, args, before=before: tuple(map(before, args))))
         hooks.append(block.register_forward_hook(lambda _, args, output, after=after: after(output)))
     try:
-        for module, name, p in slots:
-            module._parameters[name] = cast[id(p)]
+        for _, registered, name, p in slots:
+            registered[name] = cast[id(p)]
         output = model(_to(root.param_dtype, x))
     finally:
-        for module, name, p in slots:
-            module._parameters[name] = p
+        for _, registered, name, p in slots:
+            registered[name] = p
         for hook in hooks:
             hook.remove()
     return pytree.tree_map_only(Tensor, functools.partial(_to, root.output_dtype), output)
