@@ -115,6 +115,16 @@ class UsesAfterFree(Mistake):
             graph.call(aten.sum.default, (call_of(graph, aten.t.default),), name="late")
 
 
+class ExchangesArguments(Mistake):
+    """Two gathers gather each other's shards."""
+
+    after, invariant, node = "bucket", LAYOUT, "gather_blocks_0"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        first, second = (gather.start for gather in graph.gathers[:2])
+        first.args, second.args = second.args, first.args
+
+
 class OrdersAUseBeforeItsWait(Mistake):
     """In the new order the wait stands behind the first view of what it waits for."""
 
@@ -337,3 +347,9 @@ def test_a_pass_that_raises_is_named(fake_group: None, kind: type[Exception], ph
     told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert f"pass 'fails' {'' if kind is ValueError else 'failed '}on the {phase} graph" in told
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_parameters_of_another_bucket_are_named(fake_group: None) -> None:
+    pipeline = default_pipeline().insert_after("bucket", ExchangesArguments())
+    with pytest.raises(VerificationError, match=r"bucket blocks\.0 and gathers \['blocks\.1\.up\.weight'"):
+        run_on_copies(pipeline)

@@ -222,6 +222,8 @@ class Verifier(GradientChecks):
         elif node.target is dialect.all_gather_start:
             shards = argument(operand(source) if is_fetched else node, "shards")
             names = [shard.meta["fsdp"].params[0] for shard in shards]
+            if foreign := [name for name in names if name not in bucket.offsets]:
+                self._fail(_GATHER_INVARIANT, node, f"{node} is of bucket {bucket.name} and gathers {foreign}")
         numel_of = {p.name: p.shard_numel for p in bucket.parameters}
         offsets = [scale * bucket.offsets.get(name, -1) for name in names]
         due: dict[str, Any] = {"offsets": offsets, "length": scale * bucket.shard_numel}
