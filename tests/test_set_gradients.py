@@ -99,48 +99,6 @@ def test_hooks_of_a_parameter_are_called(model: nn.Module, register: Callable[..
     assert len(called) == 3 and torch.equal(local(p.grad), 3 * expected[0])
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.first(x), self.second(x)
-
-
-@pytest.mark.parametrize("register", [of_tensor, of_tensor_after])
-def test_hooks_of_a_parameter_without_a_gradient_are_not_called(register: Callable[..., Any]) -> None:
-    """Autograd calls them with None: a micro-batch without reductions is one, and a loss of other outputs."""
-    model: Any = graph_fsdp.compile(TwoHeads(), backend="eager")
-    called: list[Any] = []
-    register(model.second.weight, called)
-    x = torch.ones(4, 4)
-    model(x)[0].sum().backward()
-    assert model.first.weight.grad is not None and called == []
-    model.set_requires_gradient_sync(False)
-    sum(y.sum() for y in model(x)).backward()
-    assert model.second.weight.grad is None and called == []
-    model.set_requires_gradient_sync(True)
-    sum(y.sum() for y in model(x)).backward()
-    assert len(called) == 1 and torch.equal(local(called[0]), local(model.second.weight.grad))
-
-
-def test_a_hook_that_a_backward_skipped_is_called_by_the_next_and_can_be_removed() -> None:
-    model: Any = graph_fsdp.compile(TwoHeads(), backend="eager")
-    called: list[Any] = []
-    kept = of_tensor(model.second.weight, called)
-    failing = model.first.weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # before or after the other parameter's turn
-        model(torch.ones(4, 4))[0].sum().backward()
-    failing.remove()
-    sum(y.sum() for y in model(torch.ones(4, 4))).backward()
-    assert len(called) == 1
-    model(torch.ones(4, 4))[0].sum().backward()
-    kept.remove()
-    sum(y.sum() for y in model(torch.ones(4, 4))).backward()
-    assert len(called) == 1
-
-
 def test_a_hook_between_forward_and_backward_changes_the_gradient(model: nn.Module) -> None:
     loss_of(model).backward()
     expected = gradients(model)

@@ -40,6 +40,8 @@ def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
                 p.hooks = hooks
         inputs, add = [p.input for p in trained], functools.partial(_accumulate, trained)
         shards = Linked.apply(inputs, add, *shards, leaf_of_all()[0])
+    elif any(compat.has_hooks(p.shard) for p in trained):
+        shards = Linked.apply(shards, functools.partial(_left_to_autograd, trained), *shards)
     if len(trained) == len(parameters):
         return list(shards)
     linked = iter(shards)
@@ -157,6 +159,16 @@ def _accumulate(
     if sums:
         compat.foreach_add(sums, added)
     return left
+
+
+def _left_to_autograd(
+    parameters: list[ShardedParameter], grads: Sequence[Tensor | None], _: Edges
+) -> Sequence[Tensor | None]:
+    """Return gradients for autograd to add, which is to call no hooks of the other parameters."""
+    for p, grad in zip(parameters, grads, strict=True):
+        if grad is None and compat.has_hooks(p.shard):
+            compat.skip_hooks(p.shard)
+    return grads
 
 
 def _is_added(p: ShardedParameter, node: Any, hooks: int) -> bool:
