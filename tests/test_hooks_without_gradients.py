@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 
-pytestmark = fake_reductions
-
 
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
@@ -24,7 +22,7 @@ class TwoHeads(nn.Module):
         return self.first(x), self.second(x)
 
 
-@pytest.fixture(params=["one process", "a group"])
+@pytest.fixture(params=["one process", pytest.param("a group", marks=fake_reductions)])
 def model(request: pytest.FixtureRequest) -> Any:
     if request.param == "a group":
         request.getfixturevalue("fake_group")
@@ -56,6 +54,7 @@ def test_a_loss_of_other_outputs_calls_no_hook(model: Any, kind: str) -> None:
     assert len(called) == 1, "the gradient of before is no new one"
 
 
+@fake_reductions
 @pytest.mark.parametrize("kind", ["before", "after"])
 def test_a_micro_batch_without_reductions_calls_no_hook(fake_group: None, kind: str) -> None:
     model: Any = graph_fsdp.compile(TwoHeads(), backend="eager")
