@@ -153,14 +153,14 @@ def few_pairs_are_refused() -> None:
 def random_cases_train_as_on_the_cpu() -> None:
     """Random models on meshes of the virtual device, where they are put from the CPU; what is ignored stays there."""
     drawn: list[bool] = []  # whether it was trained
-    runner = Runner()
+    runners = {device: Runner(functools.partial(make_mesh, device=device)) for device in ("cpu", "virtual")}
 
     @seed(SEED)
     @settings(max_examples=CASES, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HEALTH)
     @given(cases(RANKS, ("shard", "replicate", "hybrid")).filter(lambda case: not case.model.ignored))
     def check_case(case: Case) -> None:
         def run(device: str) -> Outcome | Raised:
-            return runner.run(case, make_mesh(case.mesh, device), 0)
+            return runners[device].run(case, make_mesh(case.mesh, device), 0)
 
         found, expected = on_virtual(Machine("h100"), run), on_cpu(run)
         for seen in (found, expected):
