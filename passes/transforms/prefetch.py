@@ -78,11 +78,11 @@ class Prefetch(GraphPass):
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
         distance = self._distance(graph.phase)
         lift(graph)
-        readers = {node for gather in graph.gathers for node in gather.reads}
-        self._place(graph, gathers, distance, context)
         recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
         given = context.settings.reductions_in_flight or self.reductions_in_flight
         in_flight = given or reductions_under_way(reductions, recomputes, room_of(context))
+        readers = {node for gather in graph.gathers for node in gather.reads}
+        self._place(graph, gathers, distance, context)
         now = context.settings  # what comes behind a wait is not to come at the end
         over_replicas = given or (2 if now.stepped or now.over_groups or now.hooked else None)
         defer_reductions(graph, reductions, in_flight, 0 if given else len(graph.delayed), over_replicas)

@@ -26,6 +26,17 @@ TUPLE_SAVED = Case(
     rows=(1,),
 )
 
+# Was: memory was looked at while gathers stood in front of the copies that they read.
+COPIED_LATE = Case(
+    ModelCase(width=1, residual=False),
+    MeshCase("shard", 2),
+    OptionsCase(
+        {"activation_checkpointing": "unit", "columns": True, "offload": False},
+        {"bucket": "none", "hardware": "h100"},
+    ),
+    rows=(1,),
+)
+
 
 def is_cheap(case: Case) -> bool:
     """It is captured once, or twice with an evaluation, and is small."""
@@ -71,7 +82,7 @@ def run_all(chosen: list[Case]) -> list[Outcome | Raised]:
 @pytest.fixture(scope="module")
 def on_two_ranks() -> list[tuple[Case, list[Outcome | Raised]]]:
     """Cases on one rank and on two, and what each rank of theirs has seen."""
-    chosen = [TUPLE_SAVED, *drawn(1), *drawn(2)]
+    chosen = [TUPLE_SAVED, COPIED_LATE, *drawn(1), *drawn(2)]
     of_ranks = [iter(outcomes) for outcomes in run_ranks(run_all, 2, chosen)]
     return [(case, [next(outcomes) for outcomes in of_ranks[: case.mesh.ranks]]) for case in chosen]
 
