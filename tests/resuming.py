@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,13 @@ def different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str
     """Names that only one has, or whose values differ in any bit."""
     names = found.keys() | expected.keys()
     return sorted(n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n]))
+
+
+def save_and_load(model: nn.Module, optimizer: Optimizer) -> None:
+    """Save all with ``torch.save``, and load it again into what it is of."""
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    of_model, of_optimizer = torch.load(file, weights_only=False)
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)

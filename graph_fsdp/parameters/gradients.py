@@ -138,7 +138,7 @@ def _accumulate(
     nodes: Sequence[tuple[Any, int]] = ()
     for index, (p, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None or not p.shard.requires_grad:  # frozen after its forward
-            if p.hooks != hooks and compat.has_hooks(p.shard):
+            if p.hooks != hooks:
                 compat.skip_hooks(p.shard)
             continue
         shard, local = p.shard, grad if p.is_whole and grad.is_contiguous() else _local_gradient(p, grad)
@@ -166,7 +166,7 @@ def _left_to_autograd(
 ) -> Sequence[Tensor | None]:
     """Return gradients for autograd to add, which is to call no hooks of the other parameters."""
     for p, grad in zip(parameters, grads, strict=True):
-        if grad is None and compat.has_hooks(p.shard):
+        if grad is None:
             compat.skip_hooks(p.shard)
     return grads
 

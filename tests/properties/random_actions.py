@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from random_cases import Case
+from resuming import save_and_load
 from torch import Tensor, nn
 
 import graph_fsdp
@@ -176,12 +176,7 @@ class CompiledActions(Actions):
 
     def reload(self) -> None:
         """All is saved, and loaded again."""
-        file = io.BytesIO()
-        torch.save([self.model.state_dict(), self.optimizer.state_dict()], file)
-        file.seek(0)
-        model, optimizer = torch.load(file, weights_only=False)
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
+        save_and_load(self.model, self.optimizer)
 
     def unit(self, number: int) -> Any:
         return self.model.get_submodule(self.units[number % len(self.units)][0])

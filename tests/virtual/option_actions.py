@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import traceback
 from typing import Any
 
 import torch
 from both_devices import Training, ours
 from models import MLP
+from resuming import save_and_load
 from test_custom_collectives import CountingGather, CountingReduction
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -43,12 +43,7 @@ def evaluated(t: Any) -> None:
 
 def saved(t: Any) -> None:
     """All is saved, and loaded again."""
-    file = io.BytesIO()
-    torch.save([t.model.state_dict(), t.optimizer.state_dict()], file)
-    file.seek(0)
-    model, optimizer = torch.load(file, weights_only=False)
-    t.model.load_state_dict(model)
-    t.optimizer.load_state_dict(optimizer)
+    save_and_load(t.model, t.optimizer)
 
 
 def unsharded(t: Any) -> None:
