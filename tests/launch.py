@@ -197,15 +197,10 @@ def _wait(ranks: list[_Rank], directory: Path, deadline: float, timeout: float, 
     """Return when all ranks have left a result and exited; raise at the first failure."""
     finishing = False
     while True:
-        _raise_failures(directory, len(ranks))
         exits = [_exit_code(process) for process in ranks]
         results = [rank in lost or (directory / f"result{rank}.pt").exists() for rank in range(len(ranks))]
-        for rank, code in enumerate(exits):
-            if rank not in lost and code is not None and (code != 0 or not results[rank]):
-                _raise_failures(directory, len(ranks))
-                what = f"died of signal {-code}" if code < 0 else f"exited with code {code}"
-                where = "after" if results[rank] else "without"
-                raise RuntimeError(f"rank {rank} {what} {where} a result; {_last_output(directory, rank)}")
+        if _failed(ranks, directory, lost):
+            _raise_failures(ranks, directory, lost)
         if all(code == 0 for rank, code in enumerate(exits) if rank not in lost):
             return
         if all(results) and not finishing:
@@ -224,13 +219,29 @@ def _exit_code(process: _Rank) -> int | None:
     return process.exit_code() if isinstance(process, Fork) else exit_code(process.pid)
 
 
-def _raise_failures(directory: Path, world_size: int) -> None:
-    """Raise the tracebacks that ranks have left, the earliest first: later ones tend to follow from it."""
-    failed = [rank for rank in range(world_size) if (directory / f"error{rank}").exists()]
-    if failed:
-        failed.sort(key=lambda rank: (directory / f"error{rank}").stat().st_mtime_ns)
-        tracebacks = [f"rank {rank} raised:\n{(directory / f'error{rank}').read_text()}" for rank in failed]
-        raise RuntimeError("\n".join(tracebacks))
+def _failed(ranks: list[_Rank], directory: Path, lost: Collection[int]) -> dict[int, str]:
+    """What each rank that has failed left: its traceback, or how it ended."""
+    found = {}
+    for rank, process in enumerate(ranks):
+        code, result = _exit_code(process), (directory / f"result{rank}.pt").exists()
+        if (error := directory / f"error{rank}").exists():
+            found[rank] = f"rank {rank} raised:\n{error.read_text()}"
+        elif rank not in lost and code is not None and (code != 0 or not result):
+            what = f"died of signal {-code}" if code < 0 else f"exited with code {code}"
+            where = "after" if result else "without"
+            found[rank] = f"rank {rank} {what} {where} a result; {_last_output(directory, rank)}"
+    return found
+
+
+def _raise_failures(ranks: list[_Rank], directory: Path, lost: Collection[int]) -> NoReturn:
+    """Raise what failed ranks have left: deaths first, then tracebacks, the earliest first, as later ones tend to
+    follow from it. One may come a moment after the error that it has caused on another rank."""
+    deadline = time.monotonic() + _QUIET_SECONDS
+    while len(found := _failed(ranks, directory, lost)) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    errors = {rank: directory / f"error{rank}" for rank in found}
+    order = sorted(found, key=lambda rank: errors[rank].stat().st_mtime_ns if errors[rank].exists() else 0)
+    raise RuntimeError("\n".join(found[rank] for rank in order))
 
 
 def _raise_timeout(ranks: list[_Rank], directory: Path, timeout: float, results: list[bool]) -> NoReturn:

@@ -122,6 +122,12 @@ def exits_early(code: int) -> None:
     os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 
 
+def dies_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def group_state() -> tuple[bool, str]:
     before = dist.is_initialized()
     dist.init_process_group("gloo")
@@ -208,6 +214,11 @@ def test_a_timeout_kills_everything_and_shows_where_each_rank_was(
 def test_a_rank_that_dies_is_an_error(code: int, message: str) -> None:
     with pytest.raises(RuntimeError, match=f"(?s)rank 0 {message} without a result.*so long"):
         run_ranks(exits_early, 1, code, backend=None)
+
+
+def test_a_death_stands_before_the_errors_that_it_causes_on_other_ranks() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)^rank 1 died of signal 9 without a result.*rank 0 raised:\nTraceback"):
+        run_ranks(dies_on_rank_1, 2)
 
 
 def test_children_of_a_rank_that_succeeds_are_killed_too(tmp_path: Path) -> None:
