@@ -118,20 +118,28 @@ class Shards(ABC):
     @contextlib.contextmanager
     def placeholders_registered(self) -> Iterator[None]:
         """Put placeholders into the modules for the time of a forward, and shards again, whatever happens in it."""
-        self.active = True
         placeholders = [p.placeholder for p in self.parameters.values()]
+
+        def restore() -> None:
+            if self.unguarded_in_forward:
+                set_guarded(placeholders, True)
+            for module, leaf, p in self.places:
+                module._parameters[leaf] = p.shard if p.whole is None else p.whole
+            self.active = False
+
         try:
+            self.active = True
             if self.unguarded_in_forward:
                 set_guarded(placeholders, False)
             for module, leaf, p in self.places:
                 module._parameters[leaf] = p.placeholder
             yield
         finally:
-            if self.unguarded_in_forward:
-                set_guarded(placeholders, True)
-            for module, leaf, p in self.places:
-                module._parameters[leaf] = p.shard if p.whole is None else p.whole
-            self.active = False
+            try:
+                restore()
+            except BaseException:  # Ctrl-C in the middle of it
+                restore()
+                raise
 
     @functools.cached_property
     def places(self) -> list[tuple[nn.Module, str, ShardedParameter]]:

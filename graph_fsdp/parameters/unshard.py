@@ -111,8 +111,8 @@ class UnshardedUnits:
             self._schedules.begin("unshard()", f"of unit {unit or 'root'!r}", gathers)
         with torch.inference_mode(False), torch.no_grad():
             buckets = [(self._start_bucket(b, ps, dtypes[b], comm), b, ps) for b, ps in members.items()]
-        self._gathering[unit] = buckets, full_precision
         self.note_versions(unit)
+        self._gathering[unit] = buckets, full_precision
 
     def _start_bucket(
         self, bucket: BucketSpec, members: list[ShardedParameter], dtype: torch.dtype, comm: Comm | None
@@ -149,17 +149,21 @@ class UnshardedUnits:
             self.put(unit, whole)
 
     def put(self, unit: str, whole: Mapping[str, Tensor]) -> None:
-        """Put whole values into the modules of a unit; ``whole``: parameter → its value."""
-        for p in self.members[unit]:
-            # ``data``: parameters of one buffer do not share the counter of writes to them.
-            value = whole[p.spec.name].data
-            if p.as_used is not None:
-                value = p.as_used(value)
-            parameter = nn.Parameter(value, requires_grad=p.shard.requires_grad)
-            parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
-            vars(parameter)["_graph_fsdp_whole"] = p.spec.name  # for refusals.py
-            self.storage.set_whole(p, parameter)
+        """Put whole values into the modules of a unit, all or none; ``whole``: parameter → its value."""
         self.units |= {unit}
+        try:
+            for p in self.members[unit]:
+                # ``data``: parameters of one buffer do not share the counter of writes to them.
+                value = whole[p.spec.name].data
+                if p.as_used is not None:
+                    value = p.as_used(value)
+                parameter = nn.Parameter(value, requires_grad=p.shard.requires_grad)
+                parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
+                vars(parameter)["_graph_fsdp_whole"] = p.spec.name  # for refusals.py
+                self.storage.set_whole(p, parameter)
+        except BaseException:
+            self.reshard(unit)
+            raise
 
     def before_forward(self, settings: Settings, ahead: frozenset[str]) -> None:
         """Gather what is to be whole in this forward, and check that nothing whole is stale. ``ahead``: units that an
@@ -221,16 +225,23 @@ class UnshardedUnits:
         self._for_forward.discard(unit)
         if unit not in self.units:
             return
+        try:
+            self._put_shards(unit)
+        except BaseException:  # Ctrl-C in the middle of it
+            self._put_shards(unit)
+            raise
+
+    def _put_shards(self, unit: str) -> None:
         for p in self.members[unit]:
-            assert p.whole is not None
-            if p.whole.grad is not None:
+            if p.whole is not None and p.whole.grad is not None:
                 warnings.warn(
                     f"the gradient of parameter {p.spec.name!r} is lost: it was computed while the parameter was "
                     "whole, by a module that was called outside of the model's forward",
                     stacklevel=2,
                 )
-            if p.whole.requires_grad != p.shard.requires_grad:
+            if p.whole is not None and p.whole.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(p.whole.requires_grad)
+            self.storage.set_whole(p, None)
             self.storage.set_whole(p, None)
         self.units -= {unit}
 
@@ -336,9 +347,17 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
         for units, unit in entered if writeback else ():
             units.write_back(unit)
     finally:
-        for units, unit in entered:
-            units.held.discard(unit)
-            units.reshard(unit)
+        try:
+            _leave(entered)
+        except BaseException:  # Ctrl-C in the middle of it
+            _leave(entered)
+            raise
+
+
+def _leave(entered: Sequence[tuple[UnshardedUnits, str]]) -> None:
+    for units, unit in entered:
+        units.held.discard(unit)
+        units.reshard(unit)
 
 
 def places(module: Any, recurse: bool) -> list[tuple[Engine, str]]:

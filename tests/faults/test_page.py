@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 MODULES = (
     *("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults", "test_long_waits"),
     *("test_watch", "test_watch_virtual", "test_replica_groups", "test_memory_faults", "test_raised_in_compile"),
-    "test_stages",
+    *("test_stages", "test_interrupted_lines"),
 )
 _RUNNERS = {
     "test",  # of facts
