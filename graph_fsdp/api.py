@@ -29,7 +29,15 @@ from graph_fsdp.passes import ActivationCheckpointing, CostModel, GroupShape, Pa
 from graph_fsdp.passes.analysis.hardware import detect_hardware
 from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
-from graph_fsdp.place import Place, check_gradients, check_model, failures_told, ignored_parameters, place_on_ranks
+from graph_fsdp.place import (
+    UNFINISHED,
+    Place,
+    check_gradients,
+    check_model,
+    failures_told,
+    ignored_parameters,
+    place_on_ranks,
+)
 from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -188,10 +196,12 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     engine.extensions = extensions
     if options.cuda_graphs:
         engine.capture_regions(model)
+    vars(model)[UNFINISHED] = True
     storage.install(model, options.fullgraph)
     policies.install(name for unit in units for name in unit.modules)
     place.before_compiled(model)
     become_compiled(model, engine, policies, units)
+    del vars(model)[UNFINISHED]
     return model
 
 

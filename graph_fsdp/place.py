@@ -35,6 +35,7 @@ from graph_fsdp.runtime.backends import BACKENDS, Backend
 from graph_fsdp.runtime.ranks.agreement import is_shared
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
 
+UNFINISHED = "_graph_fsdp_unfinished"  # in a model, while it is changed
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NO_FORWARD = tuple(container.forward for container in (nn.Module, *_CONTAINERS))
 
@@ -144,6 +145,11 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         where = f"its submodule {name!r}" if name else "model"
+        if UNFINISHED in vars(module):
+            raise AlreadyCompiledError(
+                f"{where} was being changed by graph_fsdp.compile when Ctrl-C or an error ended that, and is sharded "
+                "in part; build it again"
+            )
         if isinstance(module, GraphFSDPModule):
             raise AlreadyCompiledError(f"{where} was compiled by graph_fsdp before; compile a model once")
         registry = vars(module).get(compat.APPLIED)

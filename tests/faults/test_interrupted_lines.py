@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from struck import assert_whole, compiled, warm
+from struck import Struck, assert_whole, compiled, warm
 from torch import nn
 
 import graph_fsdp
+from graph_fsdp.errors import AlreadyCompiledError
 from graph_fsdp.parameters import placeholder, sharded, unshard
 from graph_fsdp.report.report import engine_of
 
@@ -89,3 +90,20 @@ def test_parameters_are_shards_again(used: Callable[[nn.Module], object], fake_g
         used(model)
         assert_whole(model, shards)
     assert number > 20
+
+
+def test_a_model_that_was_changed_in_part_is_not_compiled_again(fake_group: dist.ProcessGroup) -> None:
+    changed = []
+    for number in itertools.count(1):
+        model = Struck(depth=3)
+        with interrupted_at(number) as where:
+            graph_fsdp.compile(model, backend="eager")
+        if not where:
+            break
+        assert next(model.parameters()).shape == (32, 16)
+        try:
+            graph_fsdp.compile(model, backend="eager")
+        except AlreadyCompiledError as error:
+            assert "model was being changed by graph_fsdp.compile when Ctrl-C" in str(error)
+            changed.append(where)
+    assert number > len(changed) > 10
