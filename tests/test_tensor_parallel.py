@@ -184,9 +184,9 @@ def test_activations_within_a_memory_budget(fake_group: Any) -> None:
 
 def test_parameters_that_are_sharded_otherwise(fake_group: Any) -> None:
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-    described = ("parameter 'up.weight' is a DTensor with placements (Shard(dim=0),) on mesh ('tp',)",)
+    described = (f"parameter 'up.weight' is a DTensor with placements (Shard(dim=0),) on {mesh['tp']}",)
     for wrong in (mesh["tp"], None, init_device_mesh("cpu", (8,), mesh_dim_names=("all",))):
-        words = (*described, "is not beside mesh", "plain tensors", "mesh['tp'], mesh['dp']")
+        words = (*described, "is not beside DeviceMesh(", "plain tensors", "mesh['tp'], mesh['dp']")
         refuse(two_linear(mesh["tp"]), AlreadyShardedError, *words, mesh=wrong, runs=False)
 
 

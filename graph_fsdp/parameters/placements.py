@@ -110,7 +110,7 @@ def check_tensor_parallel(
             continue
         found = True
         own = p.device_mesh
-        described = f"parameter {name!r} is a DTensor with placements {p.placements} on mesh {own.mesh_dim_names}"
+        described = f"parameter {name!r} is a DTensor with placements {p.placements} on {own}"
         pass_other = (
             "pass a model whose parameters are plain tensors, or tensor-parallel on one dimension of a mesh of which "
             "mesh=, or meshes= for this parameter, is another (mesh['tp'], mesh['dp'])"
@@ -120,7 +120,7 @@ def check_tensor_parallel(
         sharding = mesh.of_parameter(name).mesh
         if not _are_dimensions_of_one_mesh(sharding, own):
             raise AlreadyShardedError(
-                f"{described}, which is not beside mesh {sharding.mesh_dim_names} in one mesh; {pass_other}"
+                f"{described}, which is not beside {sharding} in one mesh; {pass_other}"
             )
         if any(placement.is_partial() for placement in p.placements) or len(p.placements) > 2:
             raise UnsupportedError(
