@@ -135,6 +135,15 @@ blocks.0 keep 4 1,072""",
     assert "replicate" in reductions(step(model))
 
 
+def test_what_is_not_synchronised_is_kept_whole_whatever_is_said_of_replicas() -> None:
+    model = model_on((2, 4))
+    model.set_requires_gradient_sync(False)
+    model.set_requires_all_reduce(False)
+    report = step(model)
+    assert report.kept_nbytes == sum(4 * p.numel() for p in MLP().parameters())
+    assert not calls(report.backward, "reduce_scatter_start")
+
+
 def test_where_nothing_shards_whole_gradients_are_kept() -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("replicate",))
     model = graph_fsdp.compile(MLP(), mesh, backend="eager")

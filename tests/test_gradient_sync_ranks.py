@@ -35,7 +35,7 @@ def replicate_last(model: nn.Module, microbatch: int) -> None:
 def sync_then_replicate(model: nn.Module, microbatch: int) -> None:
     """Kept whole, then over the ranks that shard, then over all."""
     model.set_requires_gradient_sync(microbatch > 0)  # type: ignore[operator]
-    if microbatch == 1:
+    if microbatch < 2:
         model.set_requires_all_reduce(False)  # type: ignore[operator]
 
 

@@ -249,6 +249,35 @@ def test_what_unshard_made_whole_is_not_shared() -> None:
     assert "whole_blocks_1_up_weight" in stages_of(graph_fsdp.inspect(model), "inference")[-1]
 
 
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_what_python_reads_is_gathered_again_in_a_backward_after_its_unit_was_resharded() -> None:
+    model: Any = compiled(ReadByPython())
+    gradients = []
+    for again in (False, True):
+        model.unshard()
+        output = model(batch())
+        if again:
+            model.reshard()
+        output.sum().backward()
+        assert not engine_of(model).unsharded.units
+        gradients.append(model.linear.weight.grad)
+        model.zero_grad()
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+class ReadByPython(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(x).tanh()
+
+    @torch.compiler.disable
+    def read(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.linear.weight)
+
+
 def test_fullgraph_keeps_no_graphs_for_variants() -> None:
     graph, entry = Graph(fx.symbolic_trace(nn.Identity()), "forward"), Entry("", "forward", MLP.forward)
     models = [graph_fsdp.compile(MLP(), backend="eager", fullgraph=fullgraph) for fullgraph in (True, False)]

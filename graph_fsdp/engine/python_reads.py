@@ -189,7 +189,7 @@ class PythonReads:
     ) -> Callable[..., Any]:
         """Return a program from a unit's shards to its whole parameters."""
         engine = self._engine
-        settings, grad = engine.settings, torch.is_grad_enabled()
+        settings, grad = dataclasses.replace(engine.settings, unsharded=engine.unsharded.units), torch.is_grad_enabled()
         key = (settings, unit, grad, trains)
         if key not in self._programs:
             cost = _cost(unit, members, read)
@@ -249,6 +249,7 @@ class PythonReads:
                 torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
         if not self._engine.storage.active:
             self.release()
+            self._engine.unsharded.after_backward()  # where no graph of the forward had parameters
 
     def _check_unwritten(self) -> None:
         for unit in self._whole:

@@ -336,7 +336,8 @@ def is_unsynced(p: ParameterSpec, context: PassContext) -> bool:
 
 def is_unreplicated(p: ParameterSpec, context: PassContext) -> bool:
     """Say whether a gradient is kept after its reduction over the ranks that shard."""
-    return p.mesh.replicas > 1 and p.world_size > 1 and p.unit in context.settings.unreplicated
+    settings = context.settings
+    return p.mesh.replicas > 1 and p.world_size > 1 and p.unit in settings.unreplicated - settings.unsynced
 
 
 def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, bucket: str) -> fx.Node:
