@@ -222,15 +222,15 @@ class UnshardedUnits:
         if unit not in self.units:
             return
         for p in self.members[unit]:
-            assert p.whole is not None
-            if p.whole.grad is not None:
+            whole = p.whole  # None where it was removed from its module
+            if whole is not None and whole.grad is not None:
                 warnings.warn(
                     f"the gradient of parameter {p.spec.name!r} is lost: it was computed while the parameter was "
                     "whole, by a module that was called outside of the model's forward",
                     stacklevel=2,
                 )
-            if p.whole.requires_grad != p.shard.requires_grad:
-                p.shard.requires_grad_(p.whole.requires_grad)
+            if whole is not None and whole.requires_grad != p.shard.requires_grad:
+                p.shard.requires_grad_(whole.requires_grad)
             self.storage.set_whole(p, None)
         self.units -= {unit}
 
