@@ -344,6 +344,19 @@ def test_a_plain_tensor_in_a_shards_place_is_an_error(fake_group: None) -> None:
     model(batch()).sum().backward()
 
 
+def test_a_parameter_that_is_removed_while_whole_is_named_and_stands_there_again(fake_group: None) -> None:
+    """As ``prune.remove`` does; the end of the block shards the model again all the same."""
+    model = compiled(MLP())
+    shard = model.head.weight
+    with (
+        pytest.raises(ParameterChangedError, match=r"'head.weight' was replaced by NoneType while it was unsharded"),
+        graph_fsdp.unsharded(model),
+    ):
+        del model.head.weight
+    assert model.head.weight is shard
+    model(batch()).sum().backward()
+
+
 def test_requires_grad_is_followed_from_step_to_step(fake_group: None) -> None:
     model = compiled(MLP())
     for frozen in (False, True, False, True):

@@ -233,15 +233,15 @@ class UnshardedUnits:
 
     def _put_shards(self, unit: str) -> None:
         for p in self.members[unit]:
-            if p.whole is not None and p.whole.grad is not None:
+            whole = p.whole  # None where it was removed from its module, or this was interrupted
+            if whole is not None and whole.grad is not None:
                 warnings.warn(
                     f"the gradient of parameter {p.spec.name!r} is lost: it was computed while the parameter was "
                     "whole, by a module that was called outside of the model's forward",
                     stacklevel=2,
                 )
-            if p.whole is not None and p.whole.requires_grad != p.shard.requires_grad:
-                p.shard.requires_grad_(p.whole.requires_grad)
-            self.storage.set_whole(p, None)
+            if whole is not None and whole.requires_grad != p.shard.requires_grad:
+                p.shard.requires_grad_(whole.requires_grad)
             self.storage.set_whole(p, None)
         self.units -= {unit}
 
