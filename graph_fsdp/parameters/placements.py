@@ -119,9 +119,7 @@ def check_tensor_parallel(
             raise AlreadyShardedError(f"{described}, and there is no mesh to shard it over; {pass_other}")
         sharding = mesh.of_parameter(name).mesh
         if not _are_dimensions_of_one_mesh(sharding, own):
-            raise AlreadyShardedError(
-                f"{described}, which is not beside {sharding} in one mesh; {pass_other}"
-            )
+            raise AlreadyShardedError(f"{described}, which is not beside {sharding} in one mesh; {pass_other}")
         if any(placement.is_partial() for placement in p.placements) or len(p.placements) > 2:
             raise UnsupportedError(
                 f"{described}; only DTensors on one or two dimensions that are not partial can be sharded"
