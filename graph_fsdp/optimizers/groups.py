@@ -42,12 +42,20 @@ def restored(optimizer: optim.Optimizer) -> Iterator[list[list[Any]]]:
     """Give groups their parameters back, and the optimizer its state, at the end. Yields the parameters by group."""
     groups, state = optimizer.param_groups, optimizer.state
     params = [group["params"] for group in groups]
-    try:
-        yield params
-    finally:
+
+    def restore() -> None:
         optimizer.state = state
         for group, members in zip(groups, params, strict=True):
             group["params"] = members
+
+    try:
+        yield params
+    finally:
+        try:
+            restore()
+        except BaseException:  # Ctrl-C in the middle of it
+            restore()
+            raise
 
 
 @contextmanager

@@ -138,13 +138,13 @@ class Run:
         """Put into ``state`` what members have of the run's state, if it has other values than when they got theirs."""
         if not self.is_new(self.state):
             return
-        self._seen = dict(self.state)
         self._given = [
             {k: m.view_of(v, self.begin) if _is_like(v, self.param) else v for k, v in self.state.items()}
             for m in self.members
         ]
         self._values = [value for values in self._given for value in values.values()]
         state.update(zip(self.parameters, self._given, strict=True))
+        self._seen = dict(self.state)
 
 
 def _check_states(optimizer: str, runs: Sequence[Run], states: dict[Any, Any]) -> None:
@@ -221,6 +221,15 @@ class Slices:
         for p in [p for p in state if id(p) not in inside]:  # what is stepped by itself counts by itself
             others[p] = unshared(state[p]) if id(p) in self._in_runs and p.grad is not None else state[p]
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
+
+        def give() -> None:
+            for run in chain.from_iterable(runs):
+                run.clear_gradient()
+                run.state = others.pop(run.param, run.state)
+                run.give(state)
+                increment_version(run.parameters)
+            state.update(others)
+
         try:
             with restored(optimizer) as params:
                 optimizer.state = others
@@ -228,12 +237,11 @@ class Slices:
                 self.step_runs(list(map(GroupStep, groups, runs, rest)), own_step)
                 _check_states(type(optimizer).__name__, list(chain.from_iterable(runs)), others)
         finally:
-            for run in chain.from_iterable(runs):
-                run.clear_gradient()
-                run.state = others.pop(run.param, run.state)
-                run.give(state)
-                increment_version(run.parameters)
-            state.update(others)
+            try:
+                give()
+            except BaseException:  # Ctrl-C in the middle of it
+                give()
+                raise
 
     def step_runs(self, steps: Sequence[GroupStep], own_step: Callable[[], Any]) -> None:
         """Step each group's runs and other parameters, all at once."""

@@ -1,5 +1,5 @@
-"""Ctrl-C comes before each line, one after the other, of what puts parameters into modules: Python raises it between
-any two of its instructions."""
+"""Ctrl-C comes before each line, one after the other, of what puts parameters into modules and optimizers: Python
+raises it between any two of its instructions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from struck import Struck, assert_whole, compiled, warm
+from struck import Struck, assert_whole, compiled, step, warm
 from torch import nn
 
 import graph_fsdp
 from graph_fsdp.errors import AlreadyCompiledError
+from graph_fsdp.optimizers import groups, slices
 from graph_fsdp.parameters import placeholder, sharded, unshard
 from graph_fsdp.report.report import engine_of
 
-FILES = {module.__file__ for module in (placeholder, sharded, unshard)}
+FILES = {module.__file__ for module in (placeholder, sharded, unshard, groups, slices)}
 
 
 @contextmanager
@@ -107,3 +108,23 @@ def test_a_model_that_was_changed_in_part_is_not_compiled_again(fake_group: dist
             assert "model was being changed by graph_fsdp.compile when Ctrl-C" in str(error)
             changed.append(where)
     assert number > len(changed) > 10
+
+
+def test_an_optimizer_has_its_parameters_and_their_states_again(fake_group: dist.ProcessGroup) -> None:
+    model = warm(compiled())
+    shards = list(model.parameters())
+    optimizer = graph_fsdp.distribute_optimizer(torch.optim.AdamW([{"params": shards[:5]}, {"params": shards[5:]}]))
+    step(model, optimizer)
+    for number in itertools.count(1):
+        for p in shards:
+            p.grad = torch.zeros_like(p)
+        with interrupted_at(number) as where:
+            optimizer.step()
+        if not where:
+            break
+        torch.set_grad_enabled(True)  # torch's own blocks may be left
+        members = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        assert members == [list(map(id, part)) for part in (shards[:5], shards[5:])], where
+        assert set(map(id, optimizer.state)) == set(map(id, shards)), where
+        assert all("exp_avg" in optimizer.state[p] for p in shards), where
+    assert number > 20
