@@ -36,10 +36,10 @@ def interrupted_at(number: int) -> Iterator[list[str]]:
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in FILES:
             return None
-        # Python looks for signals where it calls and jumps, and so not at a line with "try:" alone.
+        # Python looks for signals where it calls and jumps: not at a "try:", nor where a block of "with" is to be left.
         line = frame.f_code, frame.f_lineno
-        is_try = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() == "try:"
-        if event != "line" or is_try or lines[line] == 2:
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event != "line" or text.startswith(("try:", "with ")) or lines[line] == 2:
             return trace
         lines[line] += 1
         if lines.total() == number:
@@ -82,7 +82,7 @@ def test_parameters_are_shards_again(used: Callable[[nn.Module], object], fake_g
             used(model)
         if not where:
             break
-        torch.set_grad_enabled(True)  # torch's own blocks may be left
+        assert torch.is_grad_enabled(), where
         units = engine_of(model).unsharded
         if used is unshard_one:  # it may not have come to that
             model.blocks[0].reshard()
@@ -122,7 +122,7 @@ def test_an_optimizer_has_its_parameters_and_their_states_again(fake_group: dist
             optimizer.step()
         if not where:
             break
-        torch.set_grad_enabled(True)  # torch's own blocks may be left
+        assert torch.is_grad_enabled(), where
         members = [list(map(id, group["params"])) for group in optimizer.param_groups]
         assert members == [list(map(id, part)) for part in (shards[:5], shards[5:])], where
         assert set(map(id, optimizer.state)) == set(map(id, shards)), where
