@@ -54,16 +54,19 @@ test test-long test-xla: export PYTHONDONTWRITEBYTECODE :=
 # Its environment has no bytecode yet: what the first process compiles, the next three import. 10 CPU seconds for each.
 test-package: export PYTHONDONTWRITEBYTECODE :=
 
+# A process of tests that dies ends the run, which names its test: with one in its place, pytest-xdist waits for ever.
+BY_FILE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(BY_FILE) -m "not long" $(ARGS)
 
 test-long: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(BY_FILE) -m long $(ARGS)
 
 test-all: test test-long
 
 test-xla: .venv-xla/.installed
-	.venv-xla/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/xla $(ARGS)
+	.venv-xla/bin/python -m pytest -n 2 $(BY_FILE) tests/xla $(ARGS)
 
 # In an environment that has only the package and what it requires. The wheel is made from the source distribution, and
 # that from a copy of the tracked files: other targets build in the repository, and may do so at the same time.
