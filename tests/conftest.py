@@ -32,6 +32,10 @@ from graph_fsdp.runtime.backends.inductor import own_folder
 
 FAKE_WORLD_SIZE = 8
 
+# In all that tests start. A rank that goes on calling one that was killed may reach a rank of another test, which got
+# its port: gloo takes that for the connection that it waits for, and loses it when the caller ends.
+os.environ["GLOO_DISABLE_CONNECTION_RETRIES"] = "1"
+
 # As torch has them. torch_xla, which transformers imports where it is installed, changes them for its process.
 DYNAMO = {name: getattr(torch._dynamo.config, name) for name in ("automatic_dynamic_shapes", "specialize_float")}
 
