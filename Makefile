@@ -54,7 +54,7 @@ test test-long test-xla: export PYTHONDONTWRITEBYTECODE :=
 # Its environment has no bytecode yet: what the first process compiles, the next three import. 10 CPU seconds for each.
 test-package: export PYTHONDONTWRITEBYTECODE :=
 
-# A process of tests that dies ends the run, which names its test: with one in its place, pytest-xdist waits for ever.
+# A process of tests that dies ends the run, which names its test: with one in its place, pytest-xdist may wait for ever.
 BY_FILE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: $(VENV)/.installed

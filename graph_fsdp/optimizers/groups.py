@@ -53,7 +53,7 @@ def restored(optimizer: optim.Optimizer) -> Iterator[list[list[Any]]]:
     finally:
         try:
             restore()
-        except BaseException:  # Ctrl-C in the middle of it
+        except BaseException:  # [Note: Ctrl-C] in parameters/sharded.py
             restore()
             raise
 

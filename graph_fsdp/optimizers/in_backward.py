@@ -57,12 +57,6 @@ class InBackward:
         state = optimizer.state
         own: defaultdict[Any, Any] = defaultdict(dict, {p: state[p] for p in stepped.values() if p in state})
         own.update((key, copied(value)) for key, value in state.items() if not isinstance(key, Tensor))
-
-        def restore() -> None:
-            state.update((p, values) for p, values in own.items() if isinstance(p, Tensor))
-            for shard in stepped.values():
-                shard.grad = None
-
         try:
             with values_kept(optimizer.param_groups), restored(optimizer):
                 optimizer.state = own
@@ -70,11 +64,9 @@ class InBackward:
                     group["params"] = [p for p in group["params"] if id(p) in stepped]
                 self._slices.step_slices(optimizer, partial(self._own_step, optimizer))
         finally:
-            try:
-                restore()
-            except BaseException:  # Ctrl-C in the middle of it
-                restore()
-                raise
+            state.update((p, values) for p, values in own.items() if isinstance(p, Tensor))
+            for shard in stepped.values():
+                shard.grad = None
         members_of = next(storage for storage, found in self._found if found is members)
         members_of.updates.done.update(p.spec.name for p in members.values() if id(p.shard) in stepped)
 

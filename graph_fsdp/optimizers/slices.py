@@ -239,7 +239,7 @@ class Slices:
         finally:
             try:
                 give()
-            except BaseException:  # Ctrl-C in the middle of it
+            except BaseException:  # [Note: Ctrl-C] in parameters/sharded.py
                 give()
                 raise
 

@@ -1,4 +1,10 @@
-"""``Shards`` takes the place of a model's parameters: ``Storage`` (``shards.py``) on ranks, ``XlaStorage`` on XLA."""
+"""``Shards`` takes the place of a model's parameters: ``Storage`` (``shards.py``) on ranks, ``XlaStorage`` on XLA.
+
+[Note: Ctrl-C]
+Python raises KeyboardInterrupt where it begins a function, jumps, or is back from a call. What it leaves half restored
+nobody else would restore, so restoring runs again. It stands in the ``finally`` itself: a function that did this for
+all could be interrupted at its beginning.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +143,7 @@ class Shards(ABC):
         finally:
             try:
                 restore()
-            except BaseException:  # Ctrl-C in the middle of it
+            except BaseException:  # [Note: Ctrl-C]
                 restore()
                 raise
 

@@ -227,7 +227,7 @@ class UnshardedUnits:
             return
         try:
             self._put_shards(unit)
-        except BaseException:  # Ctrl-C in the middle of it
+        except BaseException:  # [Note: Ctrl-C] in sharded.py
             self._put_shards(unit)
             raise
 
@@ -238,7 +238,7 @@ class UnshardedUnits:
                 warnings.warn(
                     f"the gradient of parameter {p.spec.name!r} is lost: it was computed while the parameter was "
                     "whole, by a module that was called outside of the model's forward",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             if whole is not None and whole.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(whole.requires_grad)
@@ -349,7 +349,7 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
     finally:
         try:
             _leave(entered)
-        except BaseException:  # Ctrl-C in the middle of it
+        except BaseException:  # [Note: Ctrl-C] in sharded.py
             _leave(entered)
             raise
 
