@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 from lasting_ranks import MESHES
 from random_cases import Case, LayerCase, MeshCase, MeshKind, ModelCase, OptionsCase
-from random_layers import LAYERS, OVER_ROWS, WRITE_BUFFERS
+from random_hooks import OF_BACKWARD, OF_MODULES
+from random_layers import LAYERS, NOT_CAST, OVER_ROWS, WRITE_BUFFERS
 from random_models import OF_PARAMETERS
 
 NUMBERS = st.integers(0, 20)
@@ -43,6 +44,7 @@ COMPILE: dict[str, st.SearchStrategy[Any]] = {
     "columns": st.just(True),
     "dynamic": st.booleans(),
     "sync_module_states": st.just(True),
+    "values": st.sampled_from(["checkpoint", "param_init_fn", "first rank"]),  # of a model on the meta device
     "own_mesh": st.none(),  # another one of as many ranks
 }
 PIPELINE: dict[str, st.SearchStrategy[Any]] = {
@@ -55,6 +57,8 @@ PIPELINE: dict[str, st.SearchStrategy[Any]] = {
     "delay_wgrad": st.sampled_from([0, 1, 2, 5]),
     "hardware": st.sampled_from(["h100", "cheap messages"]),
 }
+
+WHEN = ("before", "after", "step")
 
 
 def _few(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -79,10 +83,16 @@ PROGRAM: dict[str, st.SearchStrategy[Any]] = {
     "reload": st.just(True),
     "frozen_later": _few(NUMBERS),
     "grads_stay": st.just(True),
+    "module_hooks": _few(st.tuples(st.sampled_from(sorted(OF_MODULES)), NUMBERS, st.sampled_from(WHEN))),
+    "gradient_hooks": _few(st.tuples(st.sampled_from(["before", "after", "other"]), NUMBERS, st.just(0.5))),
+    "manual": st.booleans(),
+    "apart": st.just(True),
+    "not_in_backward": _few(NUMBERS),
     "optimizer": st.sampled_from(["slices", "in_backward", 1, 2]),
 }
-REDUCED = {"divide", "summed", "hook", "in_flight"}
-GATHERED = {"custom", "keeps", "stays_whole", "forward_prefetch", "backward_prefetch"}
+HOOKS = {"module_hooks", "gradient_hooks"}
+REDUCED = {"divide", "summed", "hook", "in_flight", "apart"}
+GATHERED = {"custom", "apart", "not_in_backward", "keeps", "stays_whole", "forward_prefetch", "backward_prefetch"}
 WHOLE = {"stays_whole", "unshard", "whole"}
 
 ALONE = MeshCase("none", 1)
@@ -92,7 +102,7 @@ layers = st.builds(LayerCase, st.sampled_from(sorted(LAYERS)), st.integers(1, 7)
 @st.composite
 def models(draw: st.DrawFn, *, cast: bool, tied: bool) -> ModelCase:
     """``cast``: parameters are, and neither BatchNorm's buffers nor ignored parameters. ``tied``: some may be."""
-    kinds = layers.filter(lambda layer: layer.kind != "batch_norm") if cast else layers
+    kinds = layers.filter(lambda layer: layer.kind not in NOT_CAST) if cast else layers
     if draw(st.booleans()):  # equal blocks, as most models have
         block = tuple(draw(st.lists(kinds, min_size=1, max_size=2)))
         blocks: tuple[tuple[LayerCase, ...], ...] = (block,) * draw(st.integers(1, 3))
@@ -169,7 +179,8 @@ def programs(draw: st.DrawFn, mesh: MeshCase, sharding: int, whole: bool) -> dic
         possible -= WHOLE
     chosen = draw(st.just([]) | st.lists(st.sampled_from(sorted(possible)), min_size=1, max_size=3, unique=True))
     given = {name: draw(PROGRAM[name]) for name in chosen}
-    if given.get("optimizer") == "in_backward" and (sharding == 1 or {"clip", "replicas_late"} & set(given)):
+    in_backward = given.get("optimizer") == "in_backward"
+    if in_backward and (sharding == 1 or {"clip", "replicas_late", "manual"} & set(given)):
         given["optimizer"] = "slices"
     if isinstance(given.get("optimizer"), int) and not whole:
         given["optimizer"] = "slices"
@@ -179,7 +190,7 @@ def programs(draw: st.DrawFn, mesh: MeshCase, sharding: int, whole: bool) -> dic
 def in_parts(options: OptionsCase, model: ModelCase) -> bool:
     """Whether a model can be compiled in parts: its own parameters are not what it returns, nor are options for it."""
     own = OF_PARAMETERS & set(model.outputs)
-    of_model = {"mp", "mp_blocks", "own_mesh", "auto_wrap_policy"} & set(options.compile)
+    of_model = {"mp", "mp_blocks", "own_mesh", "auto_wrap_policy", "values"} & set(options.compile)
     return not own and not of_model and "budget" not in options.pipeline
 
 
@@ -191,8 +202,12 @@ def cases(draw: st.DrawFn, ranks: int, kinds: Collection[MeshKind]) -> Case:
     cast = bool({"mp", "mp_blocks"} & set(chosen.compile))
     model = draw(models(cast=cast, tied=not {"mp_blocks", "own_mesh"} & set(chosen.compile)))
     parts = draw(st.integers(0, 7)) == 7 and in_parts(chosen, model)
+    if not model.graph_break and "module_hooks" in chosen.program:  # a graph has no full backward hooks but its own
+        kept = tuple(hook for hook in chosen.program["module_hooks"] if hook[0] not in OF_BACKWARD or hook[1] == 0)
+        chosen.program["module_hooks"] = kept
     if parts:
-        chosen, model = OptionsCase(chosen.compile, chosen.pipeline), dataclasses.replace(model, ties=())
+        hooks = {name: value for name, value in chosen.program.items() if name in HOOKS}
+        chosen, model = OptionsCase(chosen.compile, chosen.pipeline, hooks), dataclasses.replace(model, ties=())
     in_backward = chosen.program.get("optimizer") == "in_backward"
     # Plain PyTorch refuses that, too: a second call writes to what the first one saved.
     again = not in_backward and all(layer.kind != "counter" for block in model.blocks for layer in block)

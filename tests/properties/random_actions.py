@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from random_cases import Case
+from random_hooks import OF_MODULES, hook_parameter
+from random_models import Block
 from resuming import save_and_load
 from torch import Tensor, nn
 
@@ -28,19 +30,49 @@ class Actions:
         """``model``: before it is compiled."""
         self.case, self.model, self.given = case, model, case.options.program
         per_unit = {"divide", "summed", "hook", "keeps", "unshard", "reshard", "forward_prefetch", "backward_prefetch"}
+        per_unit |= {"not_in_backward"}
         wanted = per_unit & set(self.given)
         self.units = [(unit.name, unit.parameters) for unit in find_units(model, policy, ignored)] if wanted else []
         self.trainable = [p.requires_grad for p in model.parameters()]
         self.optimizer: Any = None
+        self.last, self.handles = True, list[Any]()
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+        self.layers = [layer for block in blocks for layer in block.layers]
+        self.hooked: list[nn.Module] = [model, *blocks, *self.layers]
+        self.hook_modules("before")
+
+    def hook_modules(self, when: str) -> list[Any]:
+        """Those of the hooks of modules that are registered then: before compile, after it, or after a step. What
+        reads a parameter is within a graph."""
+        handles = []
+        for kind, number, then in self.given.get("module_hooks", ()):
+            modules = self.layers if kind == "reading" else self.hooked
+            if then == when:
+                handles.append(OF_MODULES[kind](modules[number % len(modules)]))
+        return handles
+
+    def made(self) -> None:
+        """Set what holds for all of the training; ``model`` is compiled by now, if it is."""
+        self.hook_modules("after")
 
     def begin(self) -> None:
         """Begin to train, from the first values."""
         for p, trainable in zip(self.model.parameters(), self.trainable, strict=True):
             p.requires_grad_(trainable)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9, foreach=False)
+        chosen = [p for p in self.model.parameters() if p.requires_grad]
+        for kind, number, factor in self.given.get("gradient_hooks", ()) if chosen else ():
+            handle = hook_parameter(kind, chosen[number % len(chosen)], factor, self.hooks_change)
+            self.handles.append(handle)
+
+    def hooks_change(self) -> bool:
+        """Whether hooks find all of a gradient, and not what is added up before it is reduced."""
+        kept = self.case.no_sync or {"replicas_late", "manual"} & set(self.given)
+        return self.last or self.case.mesh.ranks == 1 or not kept
 
     def before_forward(self, last: bool) -> None:
         """``last``: of the micro-batches of a step."""
+        self.last = last
 
     def before_backward(self) -> None:
         pass
@@ -72,6 +104,7 @@ class Actions:
             p = parameters[chosen % len(parameters)]
             p.grad = None
             p.requires_grad_(False)
+        self.handles += self.hook_modules("step") if number == 0 else ()
 
     def scale(self, factor: float) -> None:
         with torch.no_grad():
@@ -84,6 +117,9 @@ class Actions:
 
     def end(self) -> None:
         """Training has ended, and parameters are looked at."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
     def value(self, name: str, number: int, default: Any) -> Any:
         """Of a unit."""
@@ -99,7 +135,7 @@ class CompiledActions(Actions):
         self.compiled: list[Any] = []
 
     def made(self) -> None:
-        """Set what holds for all of the training; ``model`` is compiled by now."""
+        super().made()
         model: Any = self.model
         modules: list[Any] = [model.get_submodule(name) for name, _ in self.units]
         for number, unit in enumerate(modules):
@@ -116,6 +152,12 @@ class CompiledActions(Actions):
                 chosen = dict.fromkeys(other % len(modules) for other in others)
                 lists = getattr(modules[first % len(modules)], f"set_modules_to_{name}")
                 lists([modules[other] for other in chosen if other != first % len(modules)])
+        for number in self.given.get("not_in_backward", ()):
+            modules[number % len(modules)].set_unshard_in_backward(False)
+        if "apart" in self.given:
+            model.set_separate_reduce_scatter_group()
+        for module in self.compiled if "manual" in self.given else ():
+            module.set_manual_backward_finalization(True)
         if "in_flight" in self.given:
             model.set_reduce_scatter_max_input_buffers(self.given["in_flight"])
         if "custom" in self.given:
@@ -132,7 +174,11 @@ class CompiledActions(Actions):
             case int(units):
                 graph_fsdp.distribute_optimizer(self.optimizer, gather_ahead=units)
 
+    def hooks_change(self) -> bool:
+        return True
+
     def before_forward(self, last: bool) -> None:
+        super().before_forward(last)
         model: Any = self.model
         for module in self.compiled if self.case.no_sync else ():
             module.set_requires_gradient_sync(last)
@@ -150,6 +196,8 @@ class CompiledActions(Actions):
             self.unit(number).reshard()
 
     def with_gradients(self) -> None:
+        for module in self.compiled if "manual" in self.given else ():
+            module.finalize_backward(async_op=self.given["manual"])
         if "clip" in self.given:
             self.clip(self.given["clip"])
 
@@ -166,6 +214,7 @@ class CompiledActions(Actions):
 
     def end(self) -> None:
         """An evaluation leaves the units whole that are to be kept, until a backward ends."""
+        super().end()
         for name, _ in self.units if "keeps" in self.given else ():
             model: Any = self.model.get_submodule(name)
             model.reshard()

@@ -14,6 +14,10 @@ from composed_layers import COMPOSED, random
 from composed_layers import WRITE_BUFFERS as COMPOSED_WRITE_BUFFERS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_layers import NOT_CAST as TORCH_NOT_CAST
+from torch_layers import OF_TORCH
+from torch_layers import OVER_ROWS as TORCH_OVER_ROWS
+from torch_layers import WRITE_BUFFERS as TORCH_WRITE_BUFFERS
 
 
 class Affine(nn.Module):
@@ -168,7 +172,7 @@ class Statistics(nn.Module):
 class BatchNorm(nn.Module):
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(width, affine=size % 2 == 0)
+        self.norm = nn.BatchNorm1d(width, affine=size % 2 == 0, track_running_stats=size % 3 != 0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
@@ -336,6 +340,8 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "masked": Masked,
     "dropout": Dropout,
     **COMPOSED,
+    **OF_TORCH,
 }
-OVER_ROWS = {"statistics", "batch_norm"}
-WRITE_BUFFERS = {"counter", *OVER_ROWS, *COMPOSED_WRITE_BUFFERS}
+OVER_ROWS = {"statistics", "batch_norm", *TORCH_OVER_ROWS}
+WRITE_BUFFERS = {"counter", *OVER_ROWS, *COMPOSED_WRITE_BUFFERS, *TORCH_WRITE_BUFFERS}
+NOT_CAST = {"batch_norm", *TORCH_NOT_CAST}

@@ -23,6 +23,7 @@ import torch
 from random_actions import Actions, CompiledActions
 from random_cases import Case, MeshCase
 from random_layers import OVER_ROWS, Checkpointed
+from random_meta import without_values
 from random_models import LENGTH, VOCABULARY, Block, RandomModel, loss_of, make_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,6 +93,7 @@ def compile_options(case: Case) -> dict[str, Any]:
     given.pop("mp", None)
     given.pop("mp_blocks", None)
     given.pop("own_mesh", None)
+    given.pop("values", None)
     if (offload := given.pop("offload", None)) is not None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=offload)
     if given.pop("columns", False):
@@ -212,6 +214,7 @@ class Sharded:
         if options.get("sync_module_states") and rank:
             for value in self.state():
                 value.mul_(3)
+        options |= without_values(case, self.model, set(ignored), rank)
         self.actions = CompiledActions(case, self.model, wrap_policy(case), ignored)
         with warnings.catch_warnings():
             # Options that save nothing on a CPU say so.
@@ -265,7 +268,9 @@ def train_reference(case: Case) -> list[Outcome]:
 
 
 def _plain(case: Case, model: RandomModel, ignored: list[nn.Parameter]) -> Actions:
-    return Actions(case, model, wrap_policy(case), ignored)
+    actions = Actions(case, model, wrap_policy(case), ignored)
+    actions.made()
+    return actions
 
 
 def _finish(trainings: list[Generator[None, None, Outcome]], average: Callable[[], None]) -> list[Outcome]:
@@ -309,7 +314,7 @@ def _call_cast(model: RandomModel, policies: dict[type[nn.Module], MixedPrecisio
     for block in inner:
         assert blocks is not None
         before, after = functools.partial(_to, blocks.param_dtype), functools.partial(_to, blocks.output_dtype)
-        hooks.append(block.register_forward_pre_hook(lambda _, args, before=before: tuple(map(before, args))))
+        hooks.append(block.register_forward_pre_hook(lambda _, args, before=before: tuple(map(before, args)), prepend=True))
         hooks.append(block.register_forward_hook(lambda _, args, output, after=after: after(output)))
     try:
         for _, registered, name, p in slots:
