@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from expecttest import assert_expected_inline
 from facts import Facts
 from launch import run_ranks
@@ -21,64 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
+from wrapped import Wrapped
 
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import default_pipeline
 
 FACTS = Facts(__name__)
-aten = torch.ops.aten
-_KEEP = {
-    aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.slice.Tensor,
-    aten.copy_.default,
-    aten.view.default,
-    aten.as_strided.default,
-    aten._to_copy.default,
-    aten.split.Tensor,
-    aten.clone.default,
-    aten.detach.default,
-}
-
-
-class Wrapped(torch.Tensor):
-    """A tensor around a plain one, of the same values."""
-
-    @staticmethod
-    def __new__(cls, data: Tensor) -> Wrapped:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, data.stride(), dtype=data.dtype, device=data.device, requires_grad=data.requires_grad
-        )
-
-    def __init__(self, data: Tensor) -> None:
-        self._data = data
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Wrapped, lambda t: t._data, (args, kwargs or {}))
-        out = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, cls, out) if func in _KEEP else out
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_data"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Wrapped:
-        return cls(inner["_data"])
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        full = self.restore(outputs, metadata, param_dtype)
-        if out is None:
-            return full, (full,)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(full)
-        return None
-
-    def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
 
 
 class Int8Rows(Wrapped):

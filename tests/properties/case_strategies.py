@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lasting_ranks import MESHES
 from random_cases import Case, LayerCase, MeshCase, MeshKind, ModelCase, OptionsCase
 from random_hooks import OF_BACKWARD, OF_MODULES
-from random_layers import LAYERS, NOT_CAST, OVER_ROWS, WRITE_BUFFERS
+from random_layers import EXTENDED, LAYERS, NOT_CAST, OVER_ROWS, WRITE_BUFFERS
 from random_models import OF_PARAMETERS
 
 NUMBERS = st.integers(0, 20)
@@ -87,12 +87,11 @@ PROGRAM: dict[str, st.SearchStrategy[Any]] = {
     "gradient_hooks": _few(st.tuples(st.sampled_from(["before", "after", "other"]), NUMBERS, st.just(0.5))),
     "manual": st.booleans(),
     "apart": st.just(True),
-    "not_in_backward": _few(NUMBERS),
     "optimizer": st.sampled_from(["slices", "in_backward", 1, 2]),
 }
 HOOKS = {"module_hooks", "gradient_hooks"}
 REDUCED = {"divide", "summed", "hook", "in_flight", "apart"}
-GATHERED = {"custom", "apart", "not_in_backward", "keeps", "stays_whole", "forward_prefetch", "backward_prefetch"}
+GATHERED = {"custom", "apart", "keeps", "stays_whole", "forward_prefetch", "backward_prefetch"}
 WHOLE = {"stays_whole", "unshard", "whole"}
 
 ALONE = MeshCase("none", 1)
@@ -100,9 +99,11 @@ layers = st.builds(LayerCase, st.sampled_from(sorted(LAYERS)), st.integers(1, 7)
 
 
 @st.composite
-def models(draw: st.DrawFn, *, cast: bool, tied: bool) -> ModelCase:
-    """``cast``: parameters are, and neither BatchNorm's buffers nor ignored parameters. ``tied``: some may be."""
-    kinds = layers.filter(lambda layer: layer.kind not in NOT_CAST) if cast else layers
+def models(draw: st.DrawFn, *, cast: bool, tied: bool, extended: bool) -> ModelCase:
+    """``cast``: parameters are, and neither BatchNorm's buffers nor ignored parameters. ``tied``: some may be.
+    ``extended``: some may be tensor extensions."""
+    out = {*(NOT_CAST if cast else ()), *(() if extended else EXTENDED)}
+    kinds = layers.filter(lambda layer: layer.kind not in out)
     if draw(st.booleans()):  # equal blocks, as most models have
         block = tuple(draw(st.lists(kinds, min_size=1, max_size=2)))
         blocks: tuple[tuple[LayerCase, ...], ...] = (block,) * draw(st.integers(1, 3))
@@ -159,6 +160,8 @@ def options(draw: st.DrawFn, mesh: MeshCase) -> OptionsCase:
         compile["own_mesh"] = draw(st.sampled_from(others))
     if "mp" in compile:
         compile.pop("mp_blocks", None)
+    if "values" in compile:
+        compile.pop("sync_module_states", None)
     whole = "columns" not in compile
     return OptionsCase(compile, pipeline, draw(programs(mesh, sharding, whole)))
 
@@ -194,13 +197,21 @@ def in_parts(options: OptionsCase, model: ModelCase) -> bool:
     return not own and not of_model and "budget" not in options.pipeline
 
 
+def _can_be_extended(options: OptionsCase) -> bool:
+    """Whether a model may have tensor extensions."""
+    reshard = options.compile.get("reshard_after_forward")
+    parts = isinstance(reshard, int) and not isinstance(reshard, bool)
+    return not parts and not {*WHOLE, "reshard", "reload"} & set(options.program) and "columns" not in options.compile
+
+
 @st.composite
 def cases(draw: st.DrawFn, ranks: int, kinds: Collection[MeshKind]) -> Case:
     """On a mesh of so many ranks that is of one of these kinds."""
     mesh = draw(st.sampled_from([mesh for mesh in (ALONE, *MESHES) if mesh.ranks == ranks and mesh.kind in kinds]))
     chosen = draw(options(mesh))
     cast = bool({"mp", "mp_blocks"} & set(chosen.compile))
-    model = draw(models(cast=cast, tied=not {"mp_blocks", "own_mesh"} & set(chosen.compile)))
+    tied = not {"mp_blocks", "own_mesh"} & set(chosen.compile)
+    model = draw(models(cast=cast, tied=tied, extended=_can_be_extended(chosen)))
     parts = draw(st.integers(0, 7)) == 7 and in_parts(chosen, model)
     if not model.graph_break and "module_hooks" in chosen.program:  # a graph has no full backward hooks but its own
         kept = tuple(hook for hook in chosen.program["module_hooks"] if hook[0] not in OF_BACKWARD or hook[1] == 0)

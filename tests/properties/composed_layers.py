@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from wrapped import Wrapped
 
 
 def random(*shape: int) -> nn.Parameter:
@@ -264,6 +265,30 @@ class Named(nn.Module):
         return self.norms["group"](x.unsqueeze(2).expand(-1, -1, 2) * torch.arange(1, 3).to(x.dtype)).mean(2)
 
 
+class _Halves(Wrapped):
+    """Travels as two numbers of half the bits, which sum up to it."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        high = self._data.to(torch.float32)
+        return (high, (self._data - high).to(torch.float32)), None
+
+    def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
+        high, low = outputs
+        return (high.to(torch.float64) + low.to(torch.float64)).to(dtype)
+
+
+class Extended(nn.Module):
+    """A weight that is a tensor extension."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, size), nn.Linear(size, width, bias=False)
+        self.up.weight = nn.Parameter(_Halves(self.up.weight.detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
 COMPOSED: dict[str, Callable[[int, int], nn.Module]] = {
     "convolution": Convolution,
     "recurrence": Recurrence,
@@ -280,5 +305,6 @@ COMPOSED: dict[str, Callable[[int, int], nn.Module]] = {
     "experts": Experts,
     "products": Products,
     "named": Named,
+    "extended": Extended,
 }
 WRITE_BUFFERS = {"spectral", "reassigned"}

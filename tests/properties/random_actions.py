@@ -30,7 +30,6 @@ class Actions:
         """``model``: before it is compiled."""
         self.case, self.model, self.given = case, model, case.options.program
         per_unit = {"divide", "summed", "hook", "keeps", "unshard", "reshard", "forward_prefetch", "backward_prefetch"}
-        per_unit |= {"not_in_backward"}
         wanted = per_unit & set(self.given)
         self.units = [(unit.name, unit.parameters) for unit in find_units(model, policy, ignored)] if wanted else []
         self.trainable = [p.requires_grad for p in model.parameters()]
@@ -152,8 +151,6 @@ class CompiledActions(Actions):
                 chosen = dict.fromkeys(other % len(modules) for other in others)
                 lists = getattr(modules[first % len(modules)], f"set_modules_to_{name}")
                 lists([modules[other] for other in chosen if other != first % len(modules)])
-        for number in self.given.get("not_in_backward", ()):
-            modules[number % len(modules)].set_unshard_in_backward(False)
         if "apart" in self.given:
             model.set_separate_reduce_scatter_group()
         for module in self.compiled if "manual" in self.given else ():

@@ -344,4 +344,5 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 OVER_ROWS = {"statistics", "batch_norm", *TORCH_OVER_ROWS}
 WRITE_BUFFERS = {"counter", *OVER_ROWS, *COMPOSED_WRITE_BUFFERS, *TORCH_WRITE_BUFFERS}
+EXTENDED = {"extended"}  # have tensor extensions
 NOT_CAST = {"batch_norm", *TORCH_NOT_CAST}

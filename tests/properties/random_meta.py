@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], rank: int) -> dict[str, Any]:
-    """Move parameters, but for those to be ignored, to the meta device, and return the options that give them their values."""
+    """Move parameters to the meta device, but for those to be ignored. Return the options that give their values."""
     how = case.options.compile.get("values")
     if how is None:
         return {}

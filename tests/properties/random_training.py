@@ -314,7 +314,9 @@ def _call_cast(model: RandomModel, policies: dict[type[nn.Module], MixedPrecisio
     for block in inner:
         assert blocks is not None
         before, after = functools.partial(_to, blocks.param_dtype), functools.partial(_to, blocks.output_dtype)
-        hooks.append(block.register_forward_pre_hook(lambda _, args, before=before: tuple(map(before, args)), prepend=True))
+        hooks.append(
+            block.register_forward_pre_hook(lambda _, args, before=before: tuple(map(before, args)), prepend=True)
+        )
         hooks.append(block.register_forward_hook(lambda _, args, output, after=after: after(output)))
     try:
         for _, registered, name, p in slots:
