@@ -236,6 +236,51 @@ def test_accumulation() -> None:
     step(model, optimizer)
 
 
+class ReadTwice(nn.Module):
+    """Reads a weight in a graph, and again outside of graphs or in another graph."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.outside, self.tied, self.other = outside, nn.Linear(16, 16, bias=False), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.other(x), self.tied(x)
+        if self.outside:
+            return self.product(first + second)
+        torch._dynamo.graph_break()
+        return self.tied(first) + second
+
+    @torch.compiler.disable
+    def product(self, x: Tensor) -> Tensor:
+        return x @ self.tied.weight
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_a_gradient_from_code_outside_of_graphs() -> None:
+    model, optimizer = compiled(ReadTwice(outside=True), True, fullgraph=False)
+    for _ in range(2):
+        loss = model(torch.randn(4, 16)).sum()
+        before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+        with pytest.raises(UnsupportedError, match=r"a second gradient of parameter 'tied.weight' before optimizer"):
+            loss.backward()
+        after = {name: p.to_local() for name, p in model.named_parameters()}
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+    model.tied.requires_grad_(False)  # of one that is frozen there is none
+    step(model, optimizer)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_gradient_of_another_graph_that_a_loss_might_have_left_out() -> None:
+    model, optimizer = compiled(ReadTwice(outside=False), True, fullgraph=False)
+    model(torch.randn(4, 16)).sum().backward()
+    assert model.tied.weight.grad is not None
+    with pytest.raises(UnsupportedError, match=r"parameter 'tied.weight' was stepped in backward, and has a second"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
 @pytest.mark.usefixtures("fake_group")
 def test_gradients_that_are_not_reduced() -> None:
     model, _ = compiled(MLP(), True)

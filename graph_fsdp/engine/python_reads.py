@@ -149,6 +149,10 @@ class PythonReads:
 
         return computed
 
+    def gets_gradient(self, name: str) -> bool:
+        """Say whether the backward under way has a gradient for what code outside of graphs read of a parameter."""
+        return name in self._leaves and compat.current_backward() != -1 and compat.is_run(self._leaves[name])
+
     # --- gathering
 
     @property

@@ -93,13 +93,26 @@ class Updates:
             self._engine.unsharded.note_versions(unit)
 
     def check_new(self, names: Sequence[str]) -> None:
-        """Raise, before a backward, if a parameter that it is to step has another gradient already."""
-        held = self._engine.storage.parameters
-        again = [name for name in names if name in self.done or held[name].shard.grad is not None]
+        """Raise, before a backward, if a parameter that it is to step has another gradient already, or will have one
+        from code outside of graphs."""
+        held, outside = self._engine.storage.parameters, self._engine.python_reads.gets_gradient
+        again = [name for name in names if name in self.done or held[name].shard.grad is not None or outside(name)]
         again = [name for name in again if self._engine.kept.wanted(name)]
         if again:
             raise UnsupportedError(
                 f"a second gradient of parameter {again[0]!r} before optimizer.step(): an optimizer that steps in "
                 "backward (in_backward=True) accumulates none; call step() after each backward, or distribute the "
                 "optimizer without in_backward to accumulate gradients"
+            )
+
+    def check_once(self) -> None:
+        """Raise, before ``step()``, if a parameter that a backward has stepped has another gradient, which came later:
+        from a graph that could not know that there would be one."""
+        held = self._engine.storage.parameters
+        again = [name for name in held if name in self.done and held[name].shard.grad is not None]
+        if again:
+            raise UnsupportedError(
+                f"parameter {again[0]!r} was stepped in backward, and has a second gradient now, of which a step more "
+                "would be another than that of their sum: several graphs of the model use it (fullgraph=False); "
+                "distribute the optimizer without in_backward"
             )

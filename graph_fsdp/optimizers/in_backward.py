@@ -39,6 +39,8 @@ class InBackward:
             storage.updates.start(list(members), partial(self._update, optimizer, members))
 
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
+        for storage, _ in self._found:
+            storage.updates.check_once()
         self._slices.step(optimizer, own_step)
         for storage, members in self._found:
             storage.updates.done -= members.keys()

@@ -11,6 +11,7 @@ import torch
 from random_cases import Case
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from wrapped import Wrapped
 
 
 def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], rank: int) -> dict[str, Any]:
@@ -33,7 +34,8 @@ def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], ran
 
 def _saved(values: dict[str, Tensor]) -> str:
     folder = Path(tempfile.mkdtemp(prefix="values-"))
-    save_file({name: value.clone().contiguous() for name, value in values.items()}, folder / "model.safetensors")
+    plain = {name: value._data if isinstance(value, Wrapped) else value for name, value in values.items()}
+    save_file({name: value.clone().contiguous() for name, value in plain.items()}, folder / "model.safetensors")
     return str(folder / "model.safetensors")
 
 

@@ -211,32 +211,35 @@ class Sharded:
         options = compile_options(case)
         if "own_mesh" in case.options.compile:
             options["meshes"] = {nn.Linear: find(case.options.compile["own_mesh"])}
+        compiled = parts_of(self.model, ignored) if case.parts else [self.model]
         if options.get("sync_module_states") and rank:
-            for value in self.state():
+            for value in itertools.chain.from_iterable(map(state, compiled)):
                 value.mul_(3)
         options |= without_values(case, self.model, set(ignored), rank)
         self.actions = CompiledActions(case, self.model, wrap_policy(case), ignored)
         with warnings.catch_warnings():
             # Options that save nothing on a CPU say so.
             warnings.filterwarnings("ignore", message=".*(offload|OffloadPolicy|reshard_after_forward=1).*")
-            for module in parts_of(self.model, ignored) if case.parts else [self.model]:
+            for module in compiled:
                 own = [p for p in module.parameters() if any(p is out for out in ignored)]
                 graph_fsdp.compile(module, mesh, ignored_params=own, **options)
                 self.actions.compiled.append(module)
         self.actions.made()
-        self.first = [value.clone() for value in self.state()]
-
-    def state(self) -> list[Tensor]:
-        values = (*self.model.parameters(), *self.model.buffers())
-        return [(value.to_local() if isinstance(value, DTensor) else value).detach() for value in values]
+        self.first = [value.clone() for value in state(self.model)]
 
     def train(self) -> Outcome:
-        for value, first in zip(self.state(), self.first, strict=True):
+        for value, first in zip(state(self.model), self.first, strict=True):
             value.copy_(first)
         model: Any = self.model
         outcome = _finish([_train(self.case, model, model, self.rank, self.actions, self.device)], lambda: None)[0]
         assert self.case.parts or str(graph_fsdp.inspect(model))
         return outcome
+
+
+def state(module: nn.Module) -> list[Tensor]:
+    """A rank's parts of parameters and buffers."""
+    values = (*module.parameters(), *module.buffers())
+    return [(value.to_local() if isinstance(value, DTensor) else value).detach() for value in values]
 
 
 def parts_of(model: RandomModel, ignored: list[nn.Parameter]) -> list[nn.Module]:
