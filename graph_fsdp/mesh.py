@@ -376,7 +376,9 @@ def _default_device_type() -> str:
 
 def as_bytes(value: Tensor) -> Tensor:
     """View contiguous memory as bytes, which a process group sends whatever the dtype."""
-    return value.view(-1).view(torch.uint8)
+    flat = value.view(-1)
+    # One value is contiguous whatever its stride is, which a view keeps.
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
 
 
 def rows_of(full: Tensor, index: int, rows: int) -> Tensor:

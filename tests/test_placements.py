@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,8 +177,18 @@ def _loaded(values: dict[str, torch.Tensor]) -> MLP:
 
 @FACTS
 def values_of_the_first_rank_arrive() -> None:
+    check_values_of_the_first_rank(MLP)
+
+
+@FACTS
+def shards_of_one_value_arrive() -> None:
+    """Such a tensor is contiguous whatever its strides are."""
+    check_values_of_the_first_rank(lambda: nn.Linear(2, 1))
+
+
+def check_values_of_the_first_rank(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(dist.get_rank())
-    model = MLP()
+    model = make()
     expected = [p.detach().clone() for p in model.parameters()]
     for value in expected:
         dist.broadcast(value, 0)
