@@ -19,6 +19,8 @@ def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], ran
     how = case.options.compile.get("values")
     if how is None:
         return {}
+    if how == "checkpoint" and any(p.is_complex() for p in model.parameters()):
+        how = "param_init_fn"  # safetensors have no complex numbers of this size
     options: dict[str, Any] = {"sync_module_states": True}
     if how == "checkpoint":
         options = {"checkpoint": _saved(model.state_dict())}
