@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from wrapped import Wrapped
 
 
-def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], rank: int) -> dict[str, Any]:
-    """Move parameters to the meta device, but for those to be ignored. Return the options that give their values."""
+def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], rank: int, folder: Path) -> dict[str, Any]:
+    """Move parameters to the meta device, but for those to be ignored. Return the options that give their values.
+    ``folder``: for what they read."""
     how = case.options.compile.get("values")
     if how is None:
         return {}
@@ -23,7 +23,7 @@ def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], ran
         how = "param_init_fn"  # safetensors have no complex numbers of this size
     options: dict[str, Any] = {"sync_module_states": True}
     if how == "checkpoint":
-        options = {"checkpoint": _saved(model.state_dict())}
+        options = {"checkpoint": _saved(model.state_dict(), folder / "model.safetensors")}
     elif how == "param_init_fn":
         of_module = {m: {name: p.detach() for name, p in m.named_parameters(recurse=False)} for m in model.modules()}
         options = {"param_init_fn": lambda module: _initialise(module, of_module[module])}
@@ -34,11 +34,10 @@ def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], ran
     return options
 
 
-def _saved(values: dict[str, Tensor]) -> str:
-    folder = Path(tempfile.mkdtemp(prefix="values-"))
+def _saved(values: dict[str, Tensor], file: Path) -> Path:
     plain = {name: value._data if isinstance(value, Wrapped) else value for name, value in values.items()}
-    save_file({name: value.clone().contiguous() for name, value in plain.items()}, folder / "model.safetensors")
-    return str(folder / "model.safetensors")
+    save_file({name: value.clone().contiguous() for name, value in plain.items()}, file)
+    return file
 
 
 def _initialise(module: nn.Module, values: dict[str, Tensor]) -> None:

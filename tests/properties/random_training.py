@@ -14,9 +14,11 @@ import copy
 import dataclasses
 import functools
 import itertools
+import tempfile
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,9 +217,9 @@ class Sharded:
         if options.get("sync_module_states") and rank:
             for value in itertools.chain.from_iterable(map(state, compiled)):
                 value.mul_(3)
-        options |= without_values(case, self.model, set(ignored), rank)
         self.actions = CompiledActions(case, self.model, wrap_policy(case), ignored)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="values-") as folder:
+            options |= without_values(case, self.model, set(ignored), rank, Path(folder))
             # Options that save nothing on a CPU say so.
             warnings.filterwarnings("ignore", message=".*(offload|OffloadPolicy|reshard_after_forward=1).*")
             for module in compiled:

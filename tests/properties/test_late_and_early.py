@@ -194,7 +194,7 @@ def test_random_cases(number: int) -> None:
         phases=[Phase.generate],
     )
     # Of the first rank's values only the rank that sends them is simulated.
-    @given(cases(RANKS, KINDS).filter(lambda case: "sync_module_states" not in case.options.compile))
+    @given(cases(RANKS, KINDS).filter(lambda case: not {"sync_module_states", "values"} & set(case.options.compile)))
     def check(case: Case) -> None:
         late, early = late_and_early(functools.partial(case_training, case), KeepingLateLane)
         for seen in (early, late):
