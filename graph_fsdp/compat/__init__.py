@@ -48,6 +48,7 @@ from graph_fsdp.compat.traces.dynamo_errors import *
 from graph_fsdp.compat.traces.failed_guards import current_compilation as current_compilation
 from graph_fsdp.compat.traces.failed_guards import failed_guards as failed_guards
 from graph_fsdp.compat.traces.forwards import detect_is_causal_mask as detect_is_causal_mask
+from graph_fsdp.compat.traces.forwards import example_of as example_of
 from graph_fsdp.compat.traces.forwards import fields_of as fields_of
 from graph_fsdp.compat.traces.forwards import given_data as given_data
 from graph_fsdp.compat.traces.forwards import inputs_given_gradients as inputs_given_gradients

@@ -99,7 +99,7 @@ class GlobalEngine(XlaEngine):
             self.tell_unsharded(self._call.function, self._call.args, self._call.kwargs)
 
     def _is_batch(self, node: fx.Node) -> bool:
-        example = getattr(node.meta.get("grapharg"), "example", None)
+        example = compat.example_of(node)
         if not isinstance(example, Tensor) or example.device.type != "xla" or not example.dim():
             return False
         return self.mesh.placements([example]) == [self.mesh.batch]
