@@ -370,7 +370,7 @@ def _default_device_type() -> str:
     """Return the type of device that a model on the meta device goes to when no mesh says."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return "cpu"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 

@@ -274,7 +274,7 @@ def _finalization(model: Any) -> tuple[Graph, PassContext] | None:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = torch.accelerator.current_accelerator(check_available=True)
     wanted = torch.device(device) if device is not None else here or torch.device("cpu")
     if wanted.type != "cpu" and (here is None or here.type != wanted.type):
         raise UnsupportedError(
