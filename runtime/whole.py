@@ -37,8 +37,8 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of, kind
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import GatherLayout, layout_of, messages_of
-from graph_fsdp.passes.ir.operands import operand, operands
+from graph_fsdp.passes.ir.layout import GatherLayout, cut_of, layout_of, messages_of
+from graph_fsdp.passes.ir.operands import first_operand, operand, operands
 from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.comm import collectives
 from graph_fsdp.runtime.observe import Event, ranges, seen_by
@@ -155,9 +155,10 @@ class Lowering:
         return value if value.target is _WAIT else self.call(_WAIT, value, name=name)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        buffer = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        source = first_operand(node)
+        buffer = self.values.get(source) if source is not None else None
         if isinstance(buffer, _Messages):
-            found = _slice_bounds(node)
+            found = cut_of(node)
             assert found is not None, "a buffer that does not exist is used by slices of its messages alone"
             begin, end = found
             return self.take(buffer, begin, end - begin, name=node.name)
@@ -318,19 +319,11 @@ def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
     return op.name.lower(), before, after
 
 
-def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
-    """Return begin and end of a slice of a flat tensor; None for any other use of it."""
-    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.args[1] != 0:
-        return None
-    _, _, begin, end = node.args
-    return (begin, end) if isinstance(begin, int) and isinstance(end, int) else None
-
-
 def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
     """Say whether a use of a gathered buffer can do with the messages alone."""
     if user.target in (dialect.free, dialect.keep_shard):
         return True
-    bounds = _slice_bounds(user)
+    bounds = cut_of(user)
     if bounds is None:
         return False
     chunk = _chunk_at(buffer.layout, bounds[0])

@@ -140,6 +140,15 @@ def messages_of(start: fx.Node) -> list[tuple[list[fx.Node], int]]:
     return [(list(given.grads[first:end]), offsets[first]) for first, end in itertools.pairwise(ends)]
 
 
+def cut_of(node: fx.Node) -> tuple[int, int] | None:
+    """Return begin and end of a slice of a flat tensor; None for any other node."""
+    if node.target is not torch.ops.aten.slice.Tensor:
+        return None
+    cut = arguments(node)
+    is_flat = (cut.dim, cut.step) == (0, 1) and isinstance(cut.start, int) and isinstance(cut.end, int)
+    return (cut.start, cut.end) if is_flat else None
+
+
 def begins_of(start: fx.Node) -> list[int]:
     """Return the element at which each gradient's shard begins in what a reduction yields."""
     given = arguments(start)
