@@ -20,12 +20,11 @@ from graph_fsdp.passes.ir.dialect import Role, record
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
-from graph_fsdp.passes.ir.unit_calls import module_path
+from graph_fsdp.passes.ir.unit_calls import innermost_module
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n[ \t]*(?P<code>[^\n]*)')
 # Ours run as the model does where a graph breaks: what reads a parameter there.
 _NOT_USERS = tuple(f"{Path(str(p.__file__)).parent}{os.sep}" for p in (torch, graph_fsdp, passes))
-_MODULE_STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # of forward's nodes, and of those that differentiate them
 
 USE, GRADIENT = "use", "gradient"  # kinds of events, beside the roles of nodes
 # Where the parameter's values are found under no other record.
@@ -72,11 +71,8 @@ def module_name(node: fx.Node) -> str | None:
 
 
 def _own_module(node: fx.Node) -> str | None:
-    for key in _MODULE_STACKS:
-        stack = node.meta.get(key)
-        if stack:
-            return ".".join(module_path(next(reversed(stack.values()))[0])[1:])
-    return None
+    found = innermost_module(node)
+    return None if found is None else found[0]
 
 
 # Parameters
