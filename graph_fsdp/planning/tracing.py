@@ -28,6 +28,7 @@ from graph_fsdp.api import compile
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.mesh import shapes_of_groups
 from graph_fsdp.options import CompileOptions
+from graph_fsdp.parameters.placements import as_model_uses_it
 from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Phase
@@ -318,9 +319,7 @@ def _take_memory(model: nn.Module, device: torch.device) -> None:
 
 def _without_memory(value: Tensor, device: torch.device) -> Tensor:
     if isinstance(value, DTensor):
-        local = _without_memory(compat.local_part(value), device)
-        mesh, placements = value.device_mesh, value.placements
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+        return as_model_uses_it(value)(_without_memory(compat.local_part(value), device))
     if value.numel() <= 1:  # Dynamo reads the values of integer scalars (BatchNorm counts its batches in one)
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return compat.without_memory(value.shape, value.dtype, device).requires_grad_(_is_input_with_gradient(value))
