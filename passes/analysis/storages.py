@@ -29,7 +29,7 @@ from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.layout import blocks_nbytes, gradients_sent, landing_nbytes, packed_nbytes, scattered_nbytes
-from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.operands import item_of, operand
 from graph_fsdp.passes.transforms.slots import Slot, most_at_once, slot_table
 
 # shards: the storage of all parameters of the model, live throughout.
@@ -160,7 +160,7 @@ class _Lifetimes:
         # Higher-order operators return no views of their inputs.
         is_higher_order = isinstance(node.target, compat.HigherOrderOperator)
         if self._is_element(node):
-            return self._elements[operand(node)][node.args[1]]
+            return self._elements[operand(node)][item_of(node)]
         if node.target is dialect.MODEL_WAIT:
             return self.of[operand(node)]
         if not is_higher_order and (aliased := aliased_inputs(node)):
@@ -174,7 +174,7 @@ class _Lifetimes:
         begin = 0 if node.op == "get_attr" else self._positions[node]
         if is_higher_order and value is None:
             # The partitioner's repetition of random numbers: only what is taken out of it has a fake value.
-            taken = {user.args[1]: user for user in reversed(node.users) if user.target is operator.getitem}
+            taken = {item_of(user): user for user in reversed(node.users) if user.target is operator.getitem}
             parts = {at: self._results(user, user.meta.get("val"), begin) for at, user in taken.items()}
             return self._keep_parts(node, parts)
         return self._results(node, value, begin)

@@ -46,6 +46,11 @@ def operands(node: fx.Node) -> list[Any]:
     return list(found)
 
 
+def item_of(node: fx.Node) -> Any:
+    """Return which item a ``getitem`` takes."""
+    return node.args[1]
+
+
 @functools.cache
 def defaults(operator: OpOverload[..., Any]) -> Mapping[str, Any]:
     """Return an operator's arguments by name, in order, with their defaults or None (cached)."""
