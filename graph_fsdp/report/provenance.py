@@ -15,10 +15,10 @@ from torch import fx
 
 import graph_fsdp
 from graph_fsdp import passes
-from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, record
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.passes.ir.unit_calls import innermost_module
 
@@ -164,7 +164,7 @@ def _kinds(graph: Graph, names: Collection[str]) -> dict[str, dict[fx.Node, str]
             if found.role in _VALUES:
                 kinds[name].update({use: USE for use in _computing_users(node)})
             if found.role is Role.REDUCE_START:
-                gradient = _computed(dialect.argument(node, "grads")[found.params.index(name)])
+                gradient = _computed(argument(node, "grads")[found.params.index(name)])
                 kinds[name].setdefault(gradient, GRADIENT)
     return kinds
 

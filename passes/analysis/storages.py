@@ -29,7 +29,7 @@ from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.layout import blocks_nbytes, gradients_sent, landing_nbytes, packed_nbytes, scattered_nbytes
-from graph_fsdp.passes.ir.operands import item_of, operand
+from graph_fsdp.passes.ir.operands import argument, item_of, operand
 from graph_fsdp.passes.transforms.slots import Slot, most_at_once, slot_table
 
 # shards: the storage of all parameters of the model, live throughout.
@@ -229,8 +229,8 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
             buffers += [GraphStorage(start, of(start), *live, "landing") for of in (landing_nbytes, scattered_nbytes)]
         elif start.target is dialect.reduce_scatter_start:
             buffers.append(GraphStorage(start, packed_nbytes(start), *live, "reducing"))
-            if dialect.argument(start, "sent_as"):  # received; scaled gradients; and each part of the sum
-                part, ranks = blocks_nbytes(start.meta["val"].numel()), dialect.argument(start, "world_size")
+            if argument(start, "sent_as"):  # received; scaled gradients; and each part of the sum
+                part, ranks = blocks_nbytes(start.meta["val"].numel()), argument(start, "world_size")
                 buffers.append(GraphStorage(start, packed_nbytes(start), *live, "reducing"))
                 buffers.append(GraphStorage(start, ranks * part, live[0], live[0], "reducing"))
                 buffers.append(GraphStorage(start, part, live[1], live[1], "reducing"))
@@ -244,7 +244,7 @@ def _sent_until(wait: fx.Node) -> list[fx.Node]:
     start = operand(wait)
     if start.target is dialect.all_gather_start:
         # Shards of another type than is sent are read when the gather starts, and not again.
-        shards, sent = dialect.argument(start, "shards"), start.meta["val"].dtype
+        shards, sent = argument(start, "shards"), start.meta["val"].dtype
         return [s for s in shards if has_role(s, Role.FETCH_WAIT) and shards[0].meta["val"].dtype is sent]
     return gradients_sent(start) if start.target is dialect.reduce_scatter_start else []
 

@@ -36,6 +36,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import landing_nbytes
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.passes.ir.spec import aligned
 from graph_fsdp.passes.transforms.edits import mark_escaping
 
@@ -123,7 +124,7 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
         begin, end, wait = positions[start], positions[gather.free or output], positions[gather.wait or output]
         if not start.meta["fsdp"].escapes:
             found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, end))
-        if (landing := landing_nbytes(start)) and not dialect.argument(start, "custom"):  # whose memory is its own
+        if (landing := landing_nbytes(start)) and not argument(start, "custom"):  # whose memory is its own
             found.append(Lifetime(start, True, landing, begin, wait))
     return found
 

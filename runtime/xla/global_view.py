@@ -29,7 +29,7 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.operands import argument, operands
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.constrain import constrain
 from graph_fsdp.runtime import whole
@@ -103,14 +103,14 @@ class _Lowering(whole.Lowering):
         return super()._copy(node) if exist else None
 
     def gather(self, node: fx.Node) -> None:
-        for shard in dialect.argument(node, "shards"):
+        for shard in argument(node, "shards"):
             p = self.model.spec_of(shard.meta["fsdp"].params[0])
             value = self.cast(self.values[shard], p.param_dtype)
             self.parameters[p.name] = self._constrain(value, p, "", "gathered")
 
     def reduce(self, node: fx.Node) -> None:
-        for name, grad in zip(node.meta["fsdp"].params, dialect.argument(node, "grads"), strict=True):
-            p, value = self.model.spec_of(name), self.cast(self.values[grad], dialect.argument(node, "dtype"))
+        for name, grad in zip(node.meta["fsdp"].params, argument(node, "grads"), strict=True):
+            p, value = self.model.spec_of(name), self.cast(self.values[grad], argument(node, "dtype"))
             value = self._constrain(value, p, self.axes, "reduced")
             self.gradients[name] = self.cast(value, p.dtype)
 
