@@ -33,11 +33,10 @@ from torch import fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role, aligned, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import landing_nbytes
 from graph_fsdp.passes.ir.operands import argument
-from graph_fsdp.passes.ir.spec import aligned
 from graph_fsdp.passes.transforms.edits import mark_escaping
 
 _SHOWN = 4  # buffers per slot in the report
