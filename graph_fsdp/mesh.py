@@ -205,7 +205,7 @@ def shapes_of_groups(mesh: DeviceMesh) -> dict[str, GroupShape]:
     return shapes
 
 
-def find_mesh(mesh: Any, device: torch.device | None, dims: Any = None) -> tuple[DataParallelMesh | None, torch.device]:
+def find_mesh(mesh: Any, device: torch.device | None, dims: Any) -> tuple[DataParallelMesh | None, torch.device]:
     """Return the data-parallel part of ``mesh`` (None: of all ranks), and the device of a rank's shards.
 
     ``device``: the model's; None if it is on the meta device. ``dims``: names of the dimensions that are for data

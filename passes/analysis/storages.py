@@ -249,7 +249,7 @@ def _sent_until(wait: fx.Node) -> list[fx.Node]:
     return gradients_sent(start) if start.target is dialect.reduce_scatter_start else []
 
 
-def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[GraphStorage]:
+def _idle_slots(slots: Sequence[Slot], kept: int | None) -> list[GraphStorage]:
     """Find what is allocated of slots and holds nothing: the whole slot between two buffers, and what a buffer is
     smaller than its slot. ``kept``: number of nodes of a graph whose slots are allocated all the time."""
     idle = []
