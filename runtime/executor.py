@@ -97,7 +97,8 @@ class ProgramText:
         self, graph: Graph, cache: RegionCache, comms: Comms, graphs: ProgramGraphs | None, registered: bool
     ) -> None:
         self.graph, self.comms, self.graphs, self.registered = graph, comms, graphs, registered
-        self.names = _variable_names(graph)
+        own = ("frame", "args", "inputs")  # FX makes no name a keyword
+        self.names = {n: f"{n.name}_" if n.name in own else n.name for n in graph.fx_graph.nodes}
         # CUDA graphs write to their results again.
         self.owned: frozenset[fx.Node] = owned_gradients(graph) if graphs is None else frozenset()
         self.lines = [f"def run(frame, args):  # {graph.phase}"]
@@ -281,9 +282,3 @@ def _place_of_node(node: fx.Node) -> str:
     what = _CALLS[source.target].__name__.replace("_", " ")
     bucket = f" of bucket {source.meta['fsdp'].bucket}" if what.endswith(" start") else ""
     return f"wait for {what.removesuffix(' start')}{bucket}" if source is not node else f"{what}{bucket}"
-
-
-def _variable_names(graph: Graph) -> dict[fx.Node, str]:
-    """Name the values as their nodes, but for names of the program's own; FX makes no name a keyword."""
-    own = ("frame", "args", "inputs")
-    return {n: f"{n.name}_" if n.name in own else n.name for n in graph.fx_graph.nodes}
