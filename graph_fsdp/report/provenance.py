@@ -61,18 +61,13 @@ def source_line(node: fx.Node) -> SourceLine | None:
 def module_name(node: fx.Node) -> str | None:
     """Return the module that computes ``node``, or whose computation it differentiates: "layers.3.attn", and "" for the
     model itself. None for what belongs to no module."""
-    found = _own_module(node)
-    trace = node.meta.get("stack_trace")
-    if found is not None or not trace:
-        return found
+    if (found := innermost_module(node)) is not None:
+        return found[0]
+    if not (trace := node.meta.get("stack_trace")):
+        return None
     # Sums of gradients have a line and no module: that of the gradient which the same line computed.
-    same_line = (_own_module(value) for value in node.all_input_nodes if value.meta.get("stack_trace") == trace)
-    return next((module for module in same_line if module is not None), "")
-
-
-def _own_module(node: fx.Node) -> str | None:
-    found = innermost_module(node)
-    return None if found is None else found[0]
+    same_line = (innermost_module(value) for value in node.all_input_nodes if value.meta.get("stack_trace") == trace)
+    return next((name for name, _ in filter(None, same_line)), "")
 
 
 # Parameters
