@@ -205,7 +205,7 @@ def shapes_of_groups(mesh: DeviceMesh) -> dict[str, GroupShape]:
     return shapes
 
 
-def find_mesh(mesh: Any, device: torch.device | None, dims: Any = None) -> tuple[DataParallelMesh | None, torch.device]:
+def find_mesh(mesh: Any, device: torch.device | None, dims: Any) -> tuple[DataParallelMesh | None, torch.device]:
     """Return the data-parallel part of ``mesh`` (None: of all ranks), and the device of a rank's shards.
 
     ``device``: the model's; None if it is on the meta device. ``dims``: names of the dimensions that are for data
@@ -370,7 +370,7 @@ def _default_device_type() -> str:
     """Return the type of device that a model on the meta device goes to when no mesh says."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return "cpu"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 

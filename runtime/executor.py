@@ -22,7 +22,7 @@ from graph_fsdp.passes.ir.canonical_form import digest
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import begins_of
-from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.operands import argument, operand
 from graph_fsdp.runtime.comm.collectives import AllGather, Comms, Pending, ReduceScatter
 from graph_fsdp.runtime.comm.quantized import QuantizedReduceScatter
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
@@ -97,7 +97,8 @@ class ProgramText:
         self, graph: Graph, cache: RegionCache, comms: Comms, graphs: ProgramGraphs | None, registered: bool
     ) -> None:
         self.graph, self.comms, self.graphs, self.registered = graph, comms, graphs, registered
-        self.names = _variable_names(graph)
+        own = ("frame", "args", "inputs")  # FX makes no name a keyword
+        self.names = {n: f"{n.name}_" if n.name in own else n.name for n in graph.fx_graph.nodes}
         # CUDA graphs write to their results again.
         self.owned: frozenset[fx.Node] = owned_gradients(graph) if graphs is None else frozenset()
         self.lines = [f"def run(frame, args):  # {graph.phase}"]
@@ -162,7 +163,7 @@ class ProgramText:
 
     def reload(self, node: fx.Node) -> str:
         self.constants["device"] = torch.device  # as its repr is written
-        return f"frame.reload({self._given(node)}, {dialect.argument(node, 'device')!r})"
+        return f"frame.reload({self._given(node)}, {argument(node, 'device')!r})"
 
     def keep_shard(self, node: fx.Node) -> str:
         return f"{self._constant('keep', _bound(node))}({self._given(node)})  # {node.meta['fsdp'].bucket}"
@@ -174,18 +175,18 @@ class ProgramText:
         return f"frame.keep({self._constant('keep', keep_plan(node, self.owned))}, {self._given(node)})"
 
     def update(self, node: fx.Node) -> str:
-        param, last = dialect.argument(node, "param"), dialect.argument(node, "last")
+        param, last = argument(node, "param"), argument(node, "last")
         return f"frame.update({param!r}, {self._given(node)}, {last})"
 
     def mean_over_groups(self, node: fx.Node) -> str:
-        bucket, means = dialect.argument(node, "bucket"), self.graph.with_role(Role.MEAN_OVER_GROUPS)
-        values = [(dialect.argument(mean, "bucket"), mean.meta["val"]) for mean in means]
+        bucket, means = argument(node, "bucket"), self.graph.with_role(Role.MEAN_OVER_GROUPS)
+        values = [(argument(mean, "bucket"), mean.meta["val"]) for mean in means]
         order = digest([f"{name} {value.numel()} {value.dtype}" for name, value in values])
         of_all = f"{len(means)} buckets, {order[:16]}" if node is means[0] else ""
         return f"frame.mean_over_groups({bucket!r}, {of_all!r}, {self._given(node)})"
 
     def hook(self, node: fx.Node) -> str:
-        return f"frame.hook({dialect.argument(node, 'unit')!r}, {self._given(node)})"
+        return f"frame.hook({argument(node, 'unit')!r}, {self._given(node)})"
 
     def copy_start(self, node: fx.Node) -> str:
         fetches = node.target is dialect.fetch_start
@@ -194,7 +195,7 @@ class ProgramText:
         return self._start(node, "fetch" if fetches else "offload", begin)
 
     def gather_start(self, node: fx.Node) -> str:
-        comms = self.comms if dialect.argument(node, "custom") else None
+        comms = self.comms if argument(node, "custom") else None
         given = _arguments(node)
         gather = bound(AllGather, given)(given["shards"])
         begin = partial(start_gather, gather=gather, record=node.meta["fsdp"], comms=comms)
@@ -281,9 +282,3 @@ def _place_of_node(node: fx.Node) -> str:
     what = _CALLS[source.target].__name__.replace("_", " ")
     bucket = f" of bucket {source.meta['fsdp'].bucket}" if what.endswith(" start") else ""
     return f"wait for {what.removesuffix(' start')}{bucket}" if source is not node else f"{what}{bucket}"
-
-
-def _variable_names(graph: Graph) -> dict[fx.Node, str]:
-    """Name the values as their nodes, but for names of the program's own; FX makes no name a keyword."""
-    own = ("frame", "args", "inputs")
-    return {n: f"{n.name}_" if n.name in own else n.name for n in graph.fx_graph.nodes}

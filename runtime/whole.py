@@ -37,8 +37,8 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of, kind
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import GatherLayout, layout_of, messages_of
-from graph_fsdp.passes.ir.operands import operand, operands
+from graph_fsdp.passes.ir.layout import GatherLayout, cut_of, layout_of, messages_of
+from graph_fsdp.passes.ir.operands import argument, first_operand, operand, operands
 from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.comm import collectives
 from graph_fsdp.runtime.observe import Event, ranges, seen_by
@@ -155,9 +155,10 @@ class Lowering:
         return value if value.target is _WAIT else self.call(_WAIT, value, name=name)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        buffer = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        source = first_operand(node)
+        buffer = self.values.get(source) if source is not None else None
         if isinstance(buffer, _Messages):
-            found = _slice_bounds(node)
+            found = cut_of(node)
             assert found is not None, "a buffer that does not exist is used by slices of its messages alone"
             begin, end = found
             return self.take(buffer, begin, end - begin, name=node.name)
@@ -185,13 +186,13 @@ class Lowering:
     # Gathers
 
     def gather_start(self, node: fx.Node) -> _Messages:
-        layout, dtype = layout_of(node), dialect.argument(node, "dtype")
+        layout, dtype = layout_of(node), argument(node, "dtype")
         if (source := self.slices.get(node)) is None:  # chunks that the graph has computed, with zeros in between
             flat = [self.call(aten.reshape.default, self.values[shard], [-1]) for shard in operands(node)]
             source = self._spread(flat, layout.offsets, layout.length)
         source = self.sendable(self.cast(source, dtype))
         shards = [self._part(source, m.begin, m.numel) for m in layout.messages]
-        world_size, group = dialect.argument(node, "world_size"), dialect.group_of(node)
+        world_size, group = argument(node, "world_size"), dialect.group_of(node)
         return _Messages(layout, self.all_gather(shards, world_size, group, node.name), dtype)
 
     def gather_wait(self, node: fx.Node) -> fx.Node | _Messages:
@@ -247,7 +248,7 @@ class Lowering:
 
     def keep_shard(self, node: fx.Node) -> fx.Node:
         names = ("offsets", "numels", "length", "world_size", "ranks")
-        offsets, numels, length, world, ranks = (dialect.argument(node, name) for name in names)
+        offsets, numels, length, world, ranks = (argument(node, name) for name in names)
         scale, place = world // ranks, compat.resolve_group(dialect.group_of(node)).rank()
         buffer, pieces = self.values[operand(node)], []
         for offset, numel in zip(offsets, numels, strict=True):
@@ -260,7 +261,7 @@ class Lowering:
     # Reductions
 
     def reduce_scatter_start(self, node: fx.Node) -> list[fx.Node]:
-        world, name = dialect.argument(node, "world_size"), dialect.group_of(node)
+        world, name = argument(node, "world_size"), dialect.group_of(node)
         op, before, _ = _mean(node)
         started = []
         for message, _ in messages_of(node):
@@ -271,7 +272,7 @@ class Lowering:
         return started
 
     def all_reduce_start(self, node: fx.Node) -> list[fx.Node]:
-        (op, before, _), dtype = _mean(node), dialect.argument(node, "dtype")
+        (op, before, _), dtype = _mean(node), argument(node, "dtype")
         flat = [self.call(aten.reshape.default, self.values[grad], [-1]) for grad in operands(node)]
         packed = self._divided(self._joined([self.cast(grad, dtype) for grad in flat], dim=0), before)
         return [self.all_reduce(packed, op, dialect.group_of(node), node.name)]
@@ -291,7 +292,7 @@ class Lowering:
         padding = -shape[0] % world
         if padding:
             grad = self.call(aten.constant_pad_nd.default, grad, [*[0, 0] * (len(shape) - 1), 0, padding])
-        return self.cast(self.call(aten.reshape.default, grad, [world, -1]), dialect.argument(node, "dtype"))
+        return self.cast(self.call(aten.reshape.default, grad, [world, -1]), argument(node, "dtype"))
 
     def _joined(self, tensors: list[fx.Node], dim: int) -> fx.Node:
         return tensors[0] if len(tensors) == 1 else self.call(aten.cat.default, tensors, dim)
@@ -313,24 +314,16 @@ class Lowering:
 def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
     """Return the name of a reduction's operator, and the divisors before and after it."""
     second = start.target is dialect.all_reduce_shard_start
-    ranks = (dialect.argument(start, name) for name in (("ranks",) if second else ("world_size", "replicas")))
+    ranks = (argument(start, name) for name in (("ranks",) if second else ("world_size", "replicas")))
     op, before, after = collectives.mean_of(start.meta["val"].dtype, *ranks)
     return op.name.lower(), before, after
-
-
-def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
-    """Return begin and end of a slice of a flat tensor; None for any other use of it."""
-    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.args[1] != 0:
-        return None
-    _, _, begin, end = node.args
-    return (begin, end) if isinstance(begin, int) and isinstance(end, int) else None
 
 
 def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
     """Say whether a use of a gathered buffer can do with the messages alone."""
     if user.target in (dialect.free, dialect.keep_shard):
         return True
-    bounds = _slice_bounds(user)
+    bounds = cut_of(user)
     if bounds is None:
         return False
     chunk = _chunk_at(buffer.layout, bounds[0])

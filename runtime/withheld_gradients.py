@@ -28,7 +28,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.operands import argument, operand
 from graph_fsdp.passes.transforms.bucket import is_unsynced
 from graph_fsdp.runtime.ranks import lockstep
 
@@ -122,7 +122,7 @@ def keep_plan(node: fx.Node, owned: frozenset[fx.Node]) -> KeepPlan:
     while aliased := aliased_inputs(source):
         source = aliased[0]
     reduced = has_role(source, Role.REDUCE_START)
-    return KeepPlan(dialect.argument(node, "param"), dialect.argument(node, "reduce_dtype"), reduced, node in owned)
+    return KeepPlan(argument(node, "param"), argument(node, "reduce_dtype"), reduced, node in owned)
 
 
 def owned_gradients(graph: Graph) -> frozenset[fx.Node]:

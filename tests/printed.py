@@ -21,6 +21,7 @@ from graph_fsdp.compat import OpOverload, schema_arguments
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, record
 from graph_fsdp.passes.ir.effects import is_view
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.report.report import GraphReport, GraphView
 
 _WIDTH = 115
@@ -114,7 +115,7 @@ def label(node: fx.Node) -> str:
     while True:
         found = record(node)
         if node.target in (dialect.gather_param, dialect.reduce_grad):
-            return str(dialect.argument(node, "param")) + (".grad" if node.target is dialect.reduce_grad else "")
+            return str(argument(node, "param")) + (".grad" if node.target is dialect.reduce_grad else "")
         if found is not None and found.role in (Role.SHARD, Role.UNPACK):
             return found.params[0]
         if found is not None and found.role is Role.SHARD_GRAD and len(found.params) == 1:
@@ -170,16 +171,16 @@ def _call(node: fx.Node) -> str:
     if not isinstance(node.target, OpOverload):
         return f"{_operator(node)}({', '.join(map(_value, node.args))})"
     said = []
-    for index, argument in enumerate(schema_arguments(node.target)):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        if value is None or value == argument.default_value or argument.name in _LEFT_OUT:
+    for index, described in enumerate(schema_arguments(node.target)):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(described.name)
+        if value is None or value == described.default_value or described.name in _LEFT_OUT:
             continue
-        if argument.name in ("shard", "grad", "grads"):
+        if described.name in ("shard", "grad", "grads"):
             said.append(_of_parameters(node, value))
         elif _is_tensors(value) or isinstance(value, torch.dtype) or not _is_ours(node):
             said.append(_value(value))
         else:
-            said.append(f"{argument.name}={_value(value)}")
+            said.append(f"{described.name}={_value(value)}")
     return f"{_operator(node)}({', '.join(said)})"
 
 
@@ -190,11 +191,11 @@ def _is_tensors(value: Any) -> bool:
 def _of_parameters(node: fx.Node, value: Any) -> str:
     """Operands with the parameters that they belong to: a gradient behind the name of its parameter."""
     if node.target is dialect.gather_param:
-        return str(dialect.argument(node, "param"))
+        return str(argument(node, "param"))
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     found = record(node)
     if node.target in (dialect.reduce_grad, dialect.accumulate_grad):
-        params: tuple[str, ...] = (str(dialect.argument(node, "param")),)
+        params: tuple[str, ...] = (str(argument(node, "param")),)
     elif found is not None and len(found.params) == len(values) and node.target is not dialect.all_reduce_shard_start:
         params = found.params
     else:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
-from graph_fsdp.passes.ir.spec import ALIGNMENT
+from graph_fsdp.passes.ir.dialect import ALIGNMENT
 from graph_fsdp.report.report import engine_of
 
 

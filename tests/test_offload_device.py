@@ -29,6 +29,7 @@ from graph_fsdp.passes import (
 )
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import set_record
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.passes.ir.spec import HOST, MeshSpec, Offload, ParameterSpec, make_model_spec
 from graph_fsdp.passes.verify.verify import Verifier
 
@@ -116,7 +117,7 @@ offloaded_b cpu
 b_w_grad_1 cpu""",
     )
     offloads = graph.with_role(Role.OFFLOAD_START)
-    assert [dialect.argument(start, "pin_memory") for start in offloads] == [True, True]
+    assert [argument(start, "pin_memory") for start in offloads] == [True, True]
     on_device = memory_profile(graph, context).timeline["gradients"]
     assert on_device[-1] == 0, "what the graph returns is on the CPU"
 

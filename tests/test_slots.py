@@ -22,7 +22,7 @@ from torch.optim import AdamW
 
 import graph_fsdp
 from graph_fsdp.passes import Role, default_pipeline
-from graph_fsdp.passes.ir.spec import ALIGNMENT
+from graph_fsdp.passes.ir.dialect import ALIGNMENT
 from graph_fsdp.report.report import GraphReport, GraphView, engine_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots
 

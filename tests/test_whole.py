@@ -23,6 +23,7 @@ import graph_fsdp
 from graph_fsdp import UnsupportedError, compat
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.report.report import GraphReport, engine_of
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.runtime.whole import GatherInput, Lowering
@@ -337,7 +338,7 @@ def test_shards_that_the_graph_computes_are_packed_in_it() -> None:
     graph = graph_fsdp.inspect(model).forward.graph
     assert graph is not None
     (start,) = [node for node in graph.nodes if node.target is dialect.all_gather_start]
-    shards = dialect.argument(start, "shards")
+    shards = argument(start, "shards")
     with graph.fx_graph.inserting_before(start):
         doubled = [graph.call(torch.ops.aten.mul.Tensor, (shard, 2.0)) for shard in shards]
     start.args = (doubled, *start.args[1:])

@@ -91,7 +91,7 @@ def import_(
         _write_all(mesh, written, stream)
     else:
         _write_sent(engine, mesh, written, stream, rank, max_bytes)
-    return IncompatibleKeys(written.missing, written.unexpected)
+    return IncompatibleKeys(written.missing(written.names), written.unexpected)
 
 
 def _check(engine: Engine, mesh: DataParallelMesh | None, tensors: Any, rank: Any, max_bytes: Any, strict: Any) -> None:
@@ -126,11 +126,11 @@ class _Written:
         registered = {*self.model.parameters(), *self.model.buffers()}
         state = self.model.state_dict(keep_vars=True)
         self.targets: dict[str, Tensor] = {name: value for name, value in state.items() if value in registered}
-        self._done: set[Tensor] = set()
 
-    @property
-    def missing(self) -> list[str]:
-        return [name for name, target in self.targets.items() if target not in self._done]
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Return the names of what has none of its names among these."""
+        found = {self.targets[name] for name in names if name in self.targets}
+        return [name for name, target in self.targets.items() if target not in found]
 
     def check(self, bucket: Named) -> None:
         """Raise CheckpointError, or TypeError, if a tensor of the bucket does not fit."""
@@ -155,10 +155,8 @@ class _Written:
 
     def check_complete(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if something of the model has none of its ``names`` there."""
-        found = {self.targets[name] for name in names if name in self.targets}
-        missing = [name for name, target in self.targets.items() if target not in found]
-        if self.strict and missing:
-            check_fit(self.model, _WHERE, IncompatibleKeys(missing, []), [])
+        if self.strict:
+            check_fit(self.model, _WHERE, IncompatibleKeys(self.missing(names), []), [])
 
     @torch.no_grad()
     def write(self, bucket: Named) -> None:
@@ -174,7 +172,6 @@ class _Written:
             if local.numel():
                 local.copy_(tensor.detach())
             increment_version(target)
-            self._done.add(target)
             self.names.append(name)
 
     def failed(self, error: Exception) -> Exception:

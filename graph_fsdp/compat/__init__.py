@@ -45,20 +45,13 @@ from graph_fsdp.compat.tangents import taking_tangents as taking_tangents
 from graph_fsdp.compat.tensors import *
 from graph_fsdp.compat.traces.checkpoints import checkpointed_functions as checkpointed_functions
 from graph_fsdp.compat.traces.dynamo_errors import *
-from graph_fsdp.compat.traces.failed_guards import current_compilation as current_compilation
-from graph_fsdp.compat.traces.failed_guards import failed_guards as failed_guards
-from graph_fsdp.compat.traces.forwards import detect_is_causal_mask as detect_is_causal_mask
-from graph_fsdp.compat.traces.forwards import fields_of as fields_of
-from graph_fsdp.compat.traces.forwards import given_data as given_data
-from graph_fsdp.compat.traces.forwards import inputs_given_gradients as inputs_given_gradients
-from graph_fsdp.compat.traces.forwards import traced_as as traced_as
+from graph_fsdp.compat.traces.failed_guards import *
+from graph_fsdp.compat.traces.forwards import *
 from graph_fsdp.compat.traces.joint_traces import without_joint_trace as without_joint_trace
 from graph_fsdp.compat.traces.memory_budget import activation_memory_budget as activation_memory_budget
 from graph_fsdp.compat.traces.meshes_of_outputs import take_meshes_from_forward as take_meshes_from_forward
 from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched as arguments_unsearched
 from graph_fsdp.compat.traces.quick_graphs import quick_copies as quick_copies
-from graph_fsdp.compat.traces.quick_nodes import arguments_of as arguments_of
-from graph_fsdp.compat.traces.quick_nodes import inputs_of as inputs_of
-from graph_fsdp.compat.traces.quick_nodes import parts_of as parts_of
+from graph_fsdp.compat.traces.quick_nodes import *
 from graph_fsdp.compat.traces.random_numbers import draws_apart as draws_apart
 from graph_fsdp.compat.traces.torch_compile import *

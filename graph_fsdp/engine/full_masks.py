@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import Call
 from graph_fsdp.passes import CausalAttention, PassPipeline
 from graph_fsdp.passes.transforms.causal_attention import FULL
@@ -37,6 +38,5 @@ def mark_full_masks(module: fx.GraphModule, names: frozenset[str], call: Call | 
     """Mark the inputs of a graph that Dynamo has just traced which are these masks, for the passes."""
     masks = {id(call.kwargs[name]) for name in names} if call is not None else set()
     for node in module.graph.find_nodes(op="placeholder") if masks else ():
-        example = getattr(node.meta.get("grapharg"), "example", None)
-        if example is not None and id(example) in masks:
+        if id(compat.example_of(node)) in masks:
             node.meta[FULL] = True

@@ -31,8 +31,8 @@ from graph_fsdp.engine.python_reads import READ_BY_PYTHON
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.passes import Graph, PassContext, Plan
 from graph_fsdp.passes.context import Sharing
-from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.report.report import CapturedGraph, failures_saved
@@ -169,6 +169,6 @@ def _wants(graph: Graph) -> Wants:
     found: dict[str, frozenset[str]] = {}
     for gather in graph.gathers:
         if gather.start is not None:
-            shards = dialect.argument(gather.start, "shards")
+            shards = argument(gather.start, "shards")
             found[gather.bucket] = frozenset(shard.meta["fsdp"].params[0] for shard in shards)
     return found

@@ -45,8 +45,7 @@ def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, Sharde
             )
     found = {}
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
-        example = getattr(node.meta.get("grapharg"), "example", None)
-        parameter = storage.by_placeholder.get(id(example)) if example is not None else None
+        parameter = storage.by_placeholder.get(id(compat.example_of(node)))
         if parameter is not None:
             found[index] = parameter
     return found

@@ -15,10 +15,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.state_keys import Matched, Rename, match_keys
+from graph_fsdp.parameters.placements import part_of_rank
 from graph_fsdp.passes.ir.settings import check_flags
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
@@ -113,10 +115,8 @@ def _read(reader: Any, key: str, into: Tensor) -> None:
     local = compat.local_part(into).detach()
     if local.shape == into.shape:
         local.copy_(reader.get_tensor(key))
-    elif local.numel():
-        shape, first = compat.local_shape_and_offset(into)
-        assert tuple(local.shape) == shape, f"{key}: {tuple(local.shape)} is not {shape}"
-        local.copy_(reader.get_slice(key)[tuple(slice(at, at + n) for at, n in zip(first, shape, strict=True))])
+    elif isinstance(into, DTensor) and local.numel():
+        local.copy_(part_of_rank(into, reader.get_slice(key)))
 
 
 def _find(path: AnyPath | Sequence[AnyPath]) -> list[Path]:

@@ -36,6 +36,7 @@ from graph_fsdp.integrations.fsdp_config import (
     prepared_dtypes,
     whole_tensors,
 )
+from graph_fsdp.optimizers.groups import parameters_of
 
 _BACKENDS = {"NO": None, "INDUCTOR": "inductor", "EAGER": "eager"}
 
@@ -90,8 +91,7 @@ class Accelerator(accelerate.Accelerator):
                 "prepare: an optimizer has state of whole parameters; call load_state after prepare instead"
             )
         names = {parameter: name for name, parameter in model.named_parameters()}
-        others = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        others = [p for p in others if p not in names]
+        others = [p for optimizer in optimizers for p in parameters_of(optimizer) if p not in names]
         if others and self.distributed_type == DistributedType.FSDP:  # of one process, Accelerate leaves them alone
             raise ValueError(
                 f"prepare: the optimizer has {len(others)} parameters that are not the model's, such as a loss's (the "

@@ -33,7 +33,7 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored, shards_of
 from graph_fsdp.parameters.inputs import tensors_of
 from graph_fsdp.parameters.shards import Storage
-from graph_fsdp.passes.ir.spec import aligned
+from graph_fsdp.passes.ir.dialect import aligned
 
 SMALL = 2**16  # bytes of a shard up to which its gradient is packed with those of its neighbours
 

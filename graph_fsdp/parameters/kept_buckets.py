@@ -22,7 +22,7 @@ from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.layout import layout_of
-from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.operands import argument, operand
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
@@ -115,7 +115,7 @@ class KeptBuckets:
             self._schedules.wait(pending)
 
     def _start(self, buffer: Tensor, kept: _Kept) -> Pending:
-        storage, dtype = buffer.untyped_storage(), dialect.argument(kept.start, "dtype")
+        storage, dtype = buffer.untyped_storage(), argument(kept.start, "dtype")
         storage.resize_(kept.nbytes)
         kept.undo.detach()
         kept.undo = None
@@ -143,7 +143,7 @@ def _gathers(graph: Graph, spec: ModelSpec) -> list[tuple[fx.Node, frozenset[str
     found = []
     for node in waits:
         start = operand(node)
-        shards = dialect.argument(start, "shards")
+        shards = argument(start, "shards")
         if not all(has_role(shard, Role.SHARD) and shard in places for shard in shards) or returned[start] > 1:
             continue  # fetched from the host, or made by a tensor extension
         units = frozenset(spec.spec_of(name).unit for name in start.meta["fsdp"].params)

@@ -42,7 +42,8 @@ from graph_fsdp.parameters.host_memory import pieces_of
 from graph_fsdp.parameters.placeholder import set_guarded
 from graph_fsdp.parameters.placements import as_model_uses_it, give_memory, shard_spec
 from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards, can_be_written, take_replacement
-from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
+from graph_fsdp.passes.ir.dialect import aligned
+from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec
 from graph_fsdp.passes.pipeline import collector_paused
 
 

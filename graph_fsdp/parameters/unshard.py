@@ -276,7 +276,6 @@ class UnshardedUnits:
             args.extend(map(self._value, parameters))
             return program(args)
 
-        vars(run).update({name: getattr(program, name) for name in ("source", "graph") if hasattr(program, name)})
         return run
 
     def _value(self, p: ShardedParameter) -> Tensor:

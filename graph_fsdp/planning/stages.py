@@ -24,12 +24,11 @@ from torch import Tensor, nn
 
 from graph_fsdp.compat import pytree
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.passes import CostModel, Hardware
+from graph_fsdp.passes import Hardware
 from graph_fsdp.passes.analysis.memory import shard_nbytes, whole_nbytes
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
 from graph_fsdp.passes.analysis.storages import storages
 from graph_fsdp.passes.ir.settings import is_count
-from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.prediction import Plan, plan
 
@@ -77,12 +76,12 @@ class StageFigures:
         traced, spec, context = made.traced, made.spec, made.traced.context
         cost, conditions = context.cost, made.conditions
         assert cost is not None
-        gather = gather_seconds(cost, spec) if traced.whole else 0.0
         finalization = traced.finalization
         reduce = simulate(finalization[0], cost, conditions).seconds if finalization else 0.0
-        parameters = spec.parameters.values()
-        held = {"shards": shard_nbytes(spec.parameters.values()), "optimizer": made.memory.get("optimizer", 0)}
+        gather, parameters = 0.0, spec.parameters.values()
+        held = {"shards": shard_nbytes(parameters), "optimizer": made.memory.get("optimizer", 0)}
         if traced.whole:
+            gather = sum(cost.all_gather_seconds(bucket.gathered_nbytes, bucket.mesh.group) for bucket in spec.buckets)
             held["gathered"] = whole_nbytes(context)
         trained = [p for p in parameters if p.trainable]
         # Whole, in the dtype that they are added up in; on one rank those of ``.grad``.
@@ -106,11 +105,6 @@ class StageFigures:
             received * dtype.itemsize,
             made.model_flops,
         )
-
-
-def gather_seconds(cost: CostModel, spec: ModelSpec) -> float:
-    """Return the seconds in which all buckets are gathered, one after the other."""
-    return sum(cost.all_gather_seconds(bucket.gathered_nbytes, bucket.mesh.group) for bucket in spec.buckets)
 
 
 def _most(made: Plan, held: Mapping[str, int]) -> int:

@@ -28,6 +28,7 @@ from graph_fsdp.api import compile
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.mesh import shapes_of_groups
 from graph_fsdp.options import CompileOptions
+from graph_fsdp.parameters.placements import as_model_uses_it
 from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Phase
@@ -274,7 +275,7 @@ def _finalization(model: Any) -> tuple[Graph, PassContext] | None:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = torch.accelerator.current_accelerator(check_available=True)
     wanted = torch.device(device) if device is not None else here or torch.device("cpu")
     if wanted.type != "cpu" and (here is None or here.type != wanted.type):
         raise UnsupportedError(
@@ -318,9 +319,7 @@ def _take_memory(model: nn.Module, device: torch.device) -> None:
 
 def _without_memory(value: Tensor, device: torch.device) -> Tensor:
     if isinstance(value, DTensor):
-        local = _without_memory(compat.local_part(value), device)
-        mesh, placements = value.device_mesh, value.placements
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+        return as_model_uses_it(value)(_without_memory(compat.local_part(value), device))
     if value.numel() <= 1:  # Dynamo reads the values of integer scalars (BatchNorm counts its batches in one)
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return compat.without_memory(value.shape, value.dtype, device).requires_grad_(_is_input_with_gradient(value))

@@ -15,17 +15,16 @@ from torch import fx
 
 import graph_fsdp
 from graph_fsdp import passes
-from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, record
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
-from graph_fsdp.passes.ir.unit_calls import module_path
+from graph_fsdp.passes.ir.unit_calls import innermost_module
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n[ \t]*(?P<code>[^\n]*)')
 # Ours run as the model does where a graph breaks: what reads a parameter there.
 _NOT_USERS = tuple(f"{Path(str(p.__file__)).parent}{os.sep}" for p in (torch, graph_fsdp, passes))
-_MODULE_STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # of forward's nodes, and of those that differentiate them
 
 USE, GRADIENT = "use", "gradient"  # kinds of events, beside the roles of nodes
 # Where the parameter's values are found under no other record.
@@ -62,21 +61,13 @@ def source_line(node: fx.Node) -> SourceLine | None:
 def module_name(node: fx.Node) -> str | None:
     """Return the module that computes ``node``, or whose computation it differentiates: "layers.3.attn", and "" for the
     model itself. None for what belongs to no module."""
-    found = _own_module(node)
-    trace = node.meta.get("stack_trace")
-    if found is not None or not trace:
-        return found
+    if (found := innermost_module(node)) is not None:
+        return found[0]
+    if not (trace := node.meta.get("stack_trace")):
+        return None
     # Sums of gradients have a line and no module: that of the gradient which the same line computed.
-    same_line = (_own_module(value) for value in node.all_input_nodes if value.meta.get("stack_trace") == trace)
-    return next((module for module in same_line if module is not None), "")
-
-
-def _own_module(node: fx.Node) -> str | None:
-    for key in _MODULE_STACKS:
-        stack = node.meta.get(key)
-        if stack:
-            return ".".join(module_path(next(reversed(stack.values()))[0])[1:])
-    return None
+    same_line = (innermost_module(value) for value in node.all_input_nodes if value.meta.get("stack_trace") == trace)
+    return next((name for name, _ in filter(None, same_line)), "")
 
 
 # Parameters
@@ -168,7 +159,7 @@ def _kinds(graph: Graph, names: Collection[str]) -> dict[str, dict[fx.Node, str]
             if found.role in _VALUES:
                 kinds[name].update({use: USE for use in _computing_users(node)})
             if found.role is Role.REDUCE_START:
-                gradient = _computed(dialect.argument(node, "grads")[found.params.index(name)])
+                gradient = _computed(argument(node, "grads")[found.params.index(name)])
                 kinds[name].setdefault(gradient, GRADIENT)
     return kinds
 

@@ -27,20 +27,19 @@ from graph_fsdp.passes import Graph, PassContext, PassPipeline
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.transforms.constrain import ConstrainActivations
 from graph_fsdp.report.report import CapturedGraph
-from graph_fsdp.runtime.xla.global_view import lower_global, mesh_name
+from graph_fsdp.runtime.xla.global_view import REPLICATE, SHARD, lower_global, mesh_name
 from graph_fsdp.runtime.xla.lower import Lowered
 from graph_fsdp.runtime.xla.program import XlaProgram
 from graph_fsdp.xla.engine import XlaEngine
 from graph_fsdp.xla.mesh import XlaMesh
 
 ShardOutput = Callable[[Any, Any], None]
-REPLICATE, SHARD = "replicate", "fsdp"
 
 
 def with_constraints(pipeline: PassPipeline, mesh: XlaMesh) -> PassPipeline:
     """Return the pipeline with the pass that says how activations are sharded."""
     batch = f"{REPLICATE},{SHARD}" if mesh.spec.replicas > 1 else SHARD
-    constrain = ConstrainActivations(mesh_name(mesh.devices, (REPLICATE, SHARD)), batch)
+    constrain = ConstrainActivations(mesh_name(mesh.devices), batch)
     return pipeline.insert_after("insert_gathers", constrain)
 
 
@@ -99,7 +98,7 @@ class GlobalEngine(XlaEngine):
             self.tell_unsharded(self._call.function, self._call.args, self._call.kwargs)
 
     def _is_batch(self, node: fx.Node) -> bool:
-        example = getattr(node.meta.get("grapharg"), "example", None)
+        example = compat.example_of(node)
         if not isinstance(example, Tensor) or example.device.type != "xla" or not example.dim():
             return False
         return self.mesh.placements([example]) == [self.mesh.batch]
@@ -108,7 +107,7 @@ class GlobalEngine(XlaEngine):
         self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str, made: Made = nothing
     ) -> None:
         super().run_passes(graphs, context, captured, kind, made)
-        lowered = lower_global(graphs, self.spec, mesh_name(self.mesh.devices, (REPLICATE, SHARD)), SHARD)
+        lowered = lower_global(graphs, self.spec, mesh_name(self.mesh.devices))
         for graph in graphs:
             # AOTAutograd reads the graph that it is to run: what is kept for backward is other values there.
             module = graph.module

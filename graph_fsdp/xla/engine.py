@@ -144,7 +144,7 @@ class LocalEngine(XlaEngine):
         inputs: list[Crossing | None] = []
         assert self._views is not None
         for node in module.graph.find_nodes(op="placeholder"):
-            example = getattr(node.meta.get("grapharg"), "example", None)
+            example = compat.example_of(node)
             parameter = self.storage.by_placeholder.get(id(example))
             if parameter is not None:
                 inputs.append(Crossing(self.storage.placement(parameter.spec), shape=parameter.spec.shape))

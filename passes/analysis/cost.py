@@ -288,8 +288,8 @@ class CostModel:
         measured = self.measured.collectives.get(collective_key(node)) if self.measured.collectives else None
         if measured is not None:
             return measured
-        group = dialect.argument(node, "group")
-        if node.target is dialect.reduce_scatter_start and dialect.argument(node, "sent_as"):
+        group = argument(node, "group")
+        if node.target is dialect.reduce_scatter_start and argument(node, "sent_as"):
             return self.all_to_all_seconds(packed_nbytes(node), group)
         nbytes = _full_nbytes(node, self._shape(group).size)
         is_half = node.target is dialect.all_gather_start or node.target is dialect.reduce_scatter_start

@@ -30,7 +30,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, memory_effects, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import argument, operand
+from graph_fsdp.passes.ir.operands import argument, first_operand, operand
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -365,7 +365,7 @@ def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node], executed: 
 
 def _reads(node: fx.Node, sizes: _Sizes) -> Iterator[tuple[fx.Node, int]]:
     """Yield the inputs that a node reads, and how many bytes of each at most."""
-    operator, first = packet(node), node.args[0] if node.args else None
+    operator, first = packet(node), first_operand(node)
     for source in node.all_input_nodes:
         if source is first and operator in _LOOKUPS:
             yield source, min(sizes[source], sizes[node])

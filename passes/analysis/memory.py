@@ -21,8 +21,9 @@ from itertools import accumulate
 
 from graph_fsdp.passes.analysis.storages import CATEGORIES, Category, GraphStorage, copies_are_elsewhere, storages
 from graph_fsdp.passes.context import PassContext
+from graph_fsdp.passes.ir.dialect import aligned
 from graph_fsdp.passes.ir.graph import Graph, Phase
-from graph_fsdp.passes.ir.spec import ParameterSpec, aligned
+from graph_fsdp.passes.ir.spec import ParameterSpec
 
 MAX_HOLDERS = 20
 

@@ -25,6 +25,7 @@ from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import argument, operand
+from graph_fsdp.passes.ir.settings import check_flags, is_positive
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,11 @@ class Conditions:
     contention: bool = False
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.straggler, (int, float)) and not isinstance(self.straggler, bool)
-        if not is_number or not 1 <= self.straggler < math.inf:
+        if not is_positive(self.straggler) or not 1 <= self.straggler < math.inf:
             raise ValueError(
                 f"straggler: says how many times slower the slowest rank computes, 1 or more, got {self.straggler!r}"
             )
-        if not isinstance(self.contention, bool):
-            raise TypeError(f"contention must be True or False, got {self.contention!r}")
+        check_flags(contention=self.contention)
 
     def __str__(self) -> str:
         told = [f"a straggler of {self.straggler:g}"] if self.straggler > 1 else []

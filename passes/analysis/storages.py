@@ -29,7 +29,7 @@ from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.layout import blocks_nbytes, gradients_sent, landing_nbytes, packed_nbytes, scattered_nbytes
-from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.operands import argument, item_of, operand
 from graph_fsdp.passes.transforms.slots import Slot, most_at_once, slot_table
 
 # shards: the storage of all parameters of the model, live throughout.
@@ -160,7 +160,7 @@ class _Lifetimes:
         # Higher-order operators return no views of their inputs.
         is_higher_order = isinstance(node.target, compat.HigherOrderOperator)
         if self._is_element(node):
-            return self._elements[operand(node)][node.args[1]]
+            return self._elements[operand(node)][item_of(node)]
         if node.target is dialect.MODEL_WAIT:
             return self.of[operand(node)]
         if not is_higher_order and (aliased := aliased_inputs(node)):
@@ -174,7 +174,7 @@ class _Lifetimes:
         begin = 0 if node.op == "get_attr" else self._positions[node]
         if is_higher_order and value is None:
             # The partitioner's repetition of random numbers: only what is taken out of it has a fake value.
-            taken = {user.args[1]: user for user in reversed(node.users) if user.target is operator.getitem}
+            taken = {item_of(user): user for user in reversed(node.users) if user.target is operator.getitem}
             parts = {at: self._results(user, user.meta.get("val"), begin) for at, user in taken.items()}
             return self._keep_parts(node, parts)
         return self._results(node, value, begin)
@@ -229,8 +229,8 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
             buffers += [GraphStorage(start, of(start), *live, "landing") for of in (landing_nbytes, scattered_nbytes)]
         elif start.target is dialect.reduce_scatter_start:
             buffers.append(GraphStorage(start, packed_nbytes(start), *live, "reducing"))
-            if dialect.argument(start, "sent_as"):  # received; scaled gradients; and each part of the sum
-                part, ranks = blocks_nbytes(start.meta["val"].numel()), dialect.argument(start, "world_size")
+            if argument(start, "sent_as"):  # received; scaled gradients; and each part of the sum
+                part, ranks = blocks_nbytes(start.meta["val"].numel()), argument(start, "world_size")
                 buffers.append(GraphStorage(start, packed_nbytes(start), *live, "reducing"))
                 buffers.append(GraphStorage(start, ranks * part, live[0], live[0], "reducing"))
                 buffers.append(GraphStorage(start, part, live[1], live[1], "reducing"))
@@ -244,12 +244,12 @@ def _sent_until(wait: fx.Node) -> list[fx.Node]:
     start = operand(wait)
     if start.target is dialect.all_gather_start:
         # Shards of another type than is sent are read when the gather starts, and not again.
-        shards, sent = dialect.argument(start, "shards"), start.meta["val"].dtype
+        shards, sent = argument(start, "shards"), start.meta["val"].dtype
         return [s for s in shards if has_role(s, Role.FETCH_WAIT) and shards[0].meta["val"].dtype is sent]
     return gradients_sent(start) if start.target is dialect.reduce_scatter_start else []
 
 
-def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[GraphStorage]:
+def _idle_slots(slots: Sequence[Slot], kept: int | None) -> list[GraphStorage]:
     """Find what is allocated of slots and holds nothing: the whole slot between two buffers, and what a buffer is
     smaller than its slot. ``kept``: number of nodes of a graph whose slots are allocated all the time."""
     idle = []

@@ -55,8 +55,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.ir.operands import argument as argument
-from graph_fsdp.passes.ir.operands import by_name, defaults, define
+from graph_fsdp.passes.ir.operands import argument, by_name, defaults, define
 
 
 class Role(enum.Enum):

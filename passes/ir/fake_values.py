@@ -17,7 +17,7 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.canonical_form import NotDescribed, describe_call, describe_value
-from graph_fsdp.passes.ir.operands import function
+from graph_fsdp.passes.ir.operands import first_operand, function
 
 
 def evaluate(node: fx.Node) -> Any:
@@ -165,8 +165,8 @@ def _fills_its_memory(tensor: torch.Tensor) -> bool:
 
 
 def _first_argument(node: fx.Node) -> torch.Tensor | None:
-    first = node.args[0] if node.args else None
-    value = first.meta["val"] if isinstance(first, fx.Node) else None
+    first = first_operand(node)
+    value = first.meta["val"] if first is not None else None
     return value if isinstance(value, torch.Tensor) else None
 
 

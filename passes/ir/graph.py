@@ -15,7 +15,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
-from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.operands import argument, operands
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.analysis.cost import CostModel
@@ -208,7 +208,7 @@ class Graph:
             second = next((user for user in wait.users if dialect.has_role(user, Role.REPLICATE_START)), None)
             second_wait = dialect.wait_of(second) if second is not None else None
             shards = tuple(results[name] for name in labels[2] if name in results)
-            gradients = tuple(dialect.argument(start, "grads"))
+            gradients = tuple(argument(start, "grads"))
             found.append(Reduction(*labels, gradients, start, wait, second, second_wait, shards))
         return found
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph, nbytes
-from graph_fsdp.passes.ir.operands import arguments
+from graph_fsdp.passes.ir.operands import argument, arguments
 
 # Types that gradients can be quantized to, in blocks of BLOCK elements that have a float32 scale each.
 QUANTIZED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -113,7 +113,7 @@ class GatherLayout:
 
 def landing_nbytes(start: fx.Node) -> int:
     """Count the bytes that an ``all_gather_start`` receives outside of the bucket's buffer, to be unpacked then."""
-    if dialect.argument(start, "custom"):
+    if argument(start, "custom"):
         return nbytes(start.meta["val"])
     return layout_of(start).landing_numel * int(start.meta["val"].dtype.itemsize)
 
@@ -121,7 +121,7 @@ def landing_nbytes(start: fx.Node) -> int:
 def scattered_nbytes(start: fx.Node) -> int:
     """Count the bytes of the copy that an ``all_gather_start`` makes of a bucket with shards that do not lie as they
     are sent: those of a parameter that is sharded on another dimension than the first."""
-    shards = [shard.meta["val"] for shard in dialect.argument(start, "shards")]
+    shards = [shard.meta["val"] for shard in argument(start, "shards")]
     if all(shard.is_contiguous() for shard in shards):
         return 0
     return int(layout_of(start).length * shards[0].dtype.itemsize)
@@ -138,6 +138,15 @@ def messages_of(start: fx.Node) -> list[tuple[list[fx.Node], int]]:
     given, offsets = arguments(start), begins_of(start)
     ends = itertools.accumulate(given.messages or [len(offsets)], initial=0)
     return [(list(given.grads[first:end]), offsets[first]) for first, end in itertools.pairwise(ends)]
+
+
+def cut_of(node: fx.Node) -> tuple[int, int] | None:
+    """Return begin and end of a slice of a flat tensor; None for any other node."""
+    if node.target is not torch.ops.aten.slice.Tensor:
+        return None
+    cut = arguments(node)
+    is_flat = (cut.dim, cut.step) == (0, 1) and isinstance(cut.start, int) and isinstance(cut.end, int)
+    return (cut.start, cut.end) if is_flat else None
 
 
 def begins_of(start: fx.Node) -> list[int]:
@@ -161,7 +170,7 @@ def gradients_sent(start: fx.Node) -> list[fx.Node]:
 def _gradients_copied(start: fx.Node) -> list[Tensor]:
     """Return the values of those that are packed, padded or cast to be sent."""
     sent = set(gradients_sent(start))
-    return [grad.meta["val"] for grad in dialect.argument(start, "grads") if grad not in sent]
+    return [grad.meta["val"] for grad in argument(start, "grads") if grad not in sent]
 
 
 def packed_nbytes(start: fx.Node) -> int:
@@ -177,8 +186,8 @@ def quantized_sends(graph: Graph) -> tuple[int, int]:
     """Count the bytes of the gradients that a run of the graph sends quantized, scales among them, and how many these
     gradients have in the type that sums have."""
     starts = [node for node in graph.fx_graph.nodes if node.target is dialect.reduce_scatter_start]
-    quantized = [start for start in starts if dialect.argument(start, "sent_as")]
-    plain = (nbytes(start.meta["val"]) * int(dialect.argument(start, "world_size")) for start in quantized)
+    quantized = [start for start in starts if argument(start, "sent_as")]
+    plain = (nbytes(start.meta["val"]) * int(argument(start, "world_size")) for start in quantized)
     return sum(map(packed_nbytes, quantized)), sum(plain)
 
 
@@ -203,13 +212,13 @@ def _quantized_copies(start: fx.Node) -> tuple[int, int] | None:
 def copies_by(node: fx.Node) -> tuple[int, int]:
     """Count the bytes that packing and unpacking for one node reads and writes."""
     if node.target is dialect.all_gather_start:
-        shard, full = dialect.argument(node, "shards")[0].meta["val"], node.meta["val"]
-        numel = full.numel() // dialect.argument(node, "world_size") if shard.dtype is not full.dtype else 0
+        shard, full = argument(node, "shards")[0].meta["val"], node.meta["val"]
+        numel = full.numel() // argument(node, "world_size") if shard.dtype is not full.dtype else 0
         return numel * (shard.dtype.itemsize + full.dtype.itemsize), 2 * landing_nbytes(node)
     if node.target is dialect.keep_shard:
         return 2 * nbytes(node.meta["val"]), 0
     if node.target is dialect.reduce_scatter_start:
         return _quantized_copies(node) or (nbytes(_gradients_copied(node)) + packed_nbytes(node), 0)
     if node.target is dialect.all_reduce_start:
-        return nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads")), 0
+        return nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in argument(node, "grads")), 0
     return 0, 0

@@ -33,11 +33,22 @@ def operand(node: fx.Node) -> fx.Node:
     return found
 
 
+def first_operand(node: fx.Node) -> fx.Node | None:
+    """Return the first argument where it is a node; None for a list, a number, or no argument."""
+    found = node.args[0] if node.args else None
+    return found if isinstance(found, fx.Node) else None
+
+
 def operands(node: fx.Node) -> list[Any]:
     """Return the first argument, a list: of tensors, numbers, or of the values of a graph's output."""
     found = node.args[0]
     assert isinstance(found, (list, tuple)), f"the first argument of {node} is {found!r}"
     return list(found)
+
+
+def item_of(node: fx.Node) -> Any:
+    """Return which item a ``getitem`` takes."""
+    return node.args[1]
 
 
 @functools.cache

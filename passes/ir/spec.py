@@ -21,8 +21,7 @@ from itertools import accumulate, groupby
 
 import torch
 
-from graph_fsdp.passes.ir.dialect import ALIGNMENT as ALIGNMENT  # of the storage too
-from graph_fsdp.passes.ir.dialect import aligned as aligned
+from graph_fsdp.passes.ir.dialect import aligned
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import fx
 
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.portable import class_name
 from graph_fsdp.passes.ir.spec import ModelSpec
 
 _PART = re.compile(r"[^\[\]'\".]+")
@@ -79,6 +80,16 @@ def _unit_of(names: Collection[str]) -> Callable[[str], str | None]:
         return next((by_path[path[-n:]] for n in lengths if path[-n:] in by_path), None)
 
     return find
+
+
+def innermost_module(node: fx.Node) -> tuple[str, str] | None:
+    """Return name ("" for the model) and class of the innermost module that a node, or the node that it differentiates,
+    was traced in; None where its metadata names none."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    path, kind = next(reversed(stack.values()))
+    return ".".join(module_path(path)[1:]), class_name(kind).rpartition(".")[2]
 
 
 def module_path(module: str) -> tuple[str, ...]:

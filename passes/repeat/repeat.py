@@ -23,14 +23,14 @@ import operator
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
-from graph_fsdp.passes.ir.operands import argument, operands
+from graph_fsdp.passes.ir.operands import argument, item_of, operands
 from graph_fsdp.passes.repeat.chains import Chain, Layer, Place, find_chains
 from graph_fsdp.passes.repeat.copies import CopiedValues, Origins, layout, value_of
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
@@ -148,8 +148,7 @@ class _Expansion:
         same, body, returned = (chain.forward if node.target is repeat else chain.backward)(operands(node))
         self._same.update(same)
         for result in node.users:
-            _, which = cast("tuple[fx.Node, int]", result.args)
-            self._same[None, result] = returned[which]
+            self._same[None, result] = returned[item_of(result)]
         yield from body
 
     def _order(self, place: Place) -> tuple[int, int]:

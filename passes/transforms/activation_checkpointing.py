@@ -31,6 +31,7 @@ from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_random, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.recurrent import recurrent_layer
+from graph_fsdp.passes.ir.settings import check_flags
 from graph_fsdp.passes.ir.unit_calls import unit_calls
 from graph_fsdp.passes.pipeline import PassPipeline
 from graph_fsdp.passes.transforms.edits import computed_of_constants, reached_from
@@ -79,8 +80,7 @@ class ActivationCheckpointing:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.offload, bool):
-            raise TypeError(f"ActivationCheckpointing: offload must be True or False, got {self.offload!r}")
+        check_flags(offload=self.offload)
         if isinstance(self.recompute, Collection) and not isinstance(self.recompute, str):
             in_one_order = sorted(self.recompute, key=str)  # that of a set is each process's own
             object.__setattr__(self, "recompute", tuple(in_one_order))

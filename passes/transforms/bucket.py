@@ -24,7 +24,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import begins_of
-from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.operands import argument, operand
 from graph_fsdp.passes.ir.settings import is_count
 from graph_fsdp.passes.ir.spec import HOST, BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.arrange import BucketSize, Messages, arrange_buckets
@@ -153,7 +153,7 @@ def _divided(graph: Graph, context: PassContext) -> tuple[_Groups, _Groups]:
 
 def _is_copied(gather: fx.Node) -> bool:
     """Say whether the shard is kept on the CPU, and copied to the device first."""
-    return dialect.argument(gather, "device") is not None
+    return argument(gather, "device") is not None
 
 
 def _gather(

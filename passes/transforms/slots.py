@@ -33,10 +33,10 @@ from torch import fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role, aligned, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import landing_nbytes
-from graph_fsdp.passes.ir.spec import aligned
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.passes.transforms.edits import mark_escaping
 
 _SHOWN = 4  # buffers per slot in the report
@@ -123,7 +123,7 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
         begin, end, wait = positions[start], positions[gather.free or output], positions[gather.wait or output]
         if not start.meta["fsdp"].escapes:
             found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, end))
-        if (landing := landing_nbytes(start)) and not dialect.argument(start, "custom"):  # whose memory is its own
+        if (landing := landing_nbytes(start)) and not argument(start, "custom"):  # whose memory is its own
             found.append(Lifetime(start, True, landing, begin, wait))
     return found
 

@@ -14,8 +14,8 @@ from graph_fsdp.passes.context import PassContext, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import begins_of
-from graph_fsdp.passes.ir.operands import argument, arguments, operand
+from graph_fsdp.passes.ir.layout import begins_of, cut_of
+from graph_fsdp.passes.ir.operands import argument, operand
 from graph_fsdp.passes.transforms.bucket import is_unreplicated
 from graph_fsdp.passes.verify.places import exchanged
 
@@ -129,11 +129,10 @@ class GradientChecks:
             piece, (name, *_) = node, node.meta["fsdp"].params
             while piece.target is torch.ops.aten.view.default:
                 piece = operand(piece)
-            if name in begins and piece.target is torch.ops.aten.slice.Tensor:
-                cut = arguments(piece)
-                if (cut.dim, cut.start, cut.end, cut.step) != (0, *begins[name], 1):
-                    wrong = f"the gradient of {name} lies at {begins[name]} of its bucket, read at {cut.start, cut.end}"
-                    self._fail(invariant, node, wrong, (name,))
+            is_cut = name in begins and piece.target is torch.ops.aten.slice.Tensor
+            if is_cut and (cut := cut_of(piece)) != begins[name]:
+                wrong = f"the gradient of {name} lies at {begins[name]} of its bucket, read at {cut}"
+                self._fail(invariant, node, wrong, (name,))
 
     def _reduced(self) -> Iterator[tuple[str, tuple[fx.Node, fx.Node]]]:
         """Find what is reduced, or kept, of each parameter: the parameter, the node that does so, and the gradient."""

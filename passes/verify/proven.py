@@ -64,6 +64,4 @@ class Proven:
 
 def _is_edited(before: Entry, now: Entry) -> bool:
     """Say whether a node calls something else than before, on other arguments, or has another value."""
-    if now[6].get("val") is not before[6].get("val") or now[2] != before[2]:
-        return True
-    return now[3] != before[3] or now[4] != before[4]
+    return now[6].get("val") is not before[6].get("val") or now[2:5] != before[2:5]

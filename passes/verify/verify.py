@@ -19,7 +19,8 @@ from graph_fsdp.passes.ir.dialect import Role, has_role, record
 from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.fake_values import VALUES, kind
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import argument, arguments, operand
+from graph_fsdp.passes.ir.layout import cut_of
+from graph_fsdp.passes.ir.operands import argument, arguments, first_operand, operand
 from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.transforms.reshard import scale_of
@@ -202,12 +203,12 @@ class Verifier(GradientChecks):
             name = node.meta["fsdp"].params[0]
             bucket, parameter = context.bucket_of(name), context.model.spec_of(name)
             piece = node
-            while isinstance(piece.args[0], fx.Node) and not has_role(piece.args[0], Role.GATHER_WAIT, Role.KEPT):
-                piece = piece.args[0]
+            while (source := first_operand(piece)) is not None and not has_role(source, Role.GATHER_WAIT, Role.KEPT):
+                piece = source
             begin = bucket.offsets[name] * bucket.world_size
-            expected = (0, begin, begin + parameter.shard_numel * bucket.world_size)
-            if piece.args[1:] != expected:
-                wrong = f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}"
+            expected = (begin, begin + parameter.shard_numel * bucket.world_size)
+            if cut_of(piece) != expected:
+                wrong = f"{name} lies at {expected} of its bucket and is read at {piece.args[2:]}"
                 self._fail(_GATHER_INVARIANT, node, wrong)
 
     def _chunks(self, node: fx.Node, bucket: BucketSpec) -> None:

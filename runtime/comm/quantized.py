@@ -84,7 +84,8 @@ class QuantizedReduceScatter:
         largest = torch.linalg.vector_norm(blocks, float("inf"), dim=-1, keepdim=True)
         # A scale that is not finite makes all that is multiplied with it NaN.
         largest = torch.where(largest.isfinite(), largest, float("nan"))
-        scales.copy_((largest / _largest(self.sent_as)).clamp(min=_SMALLEST))
+        limits = torch.finfo if self.sent_as.is_floating_point else torch.iinfo
+        scales.copy_((largest / float(limits(self.sent_as).max)).clamp(min=_SMALLEST))
         blocks.div_(scales)
         values.copy_(rows[:, : self.numel] if self.sent_as.is_floating_point else rows.round_()[:, : self.numel])
 
@@ -99,10 +100,6 @@ class QuantizedReduceScatter:
                 out.add_(part)
             else:
                 out.copy_(part)
-
-
-def _largest(dtype: torch.dtype) -> float:
-    return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
 def start_reduce_scatter(

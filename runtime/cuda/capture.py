@@ -22,7 +22,7 @@ from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import draws, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.operands import argument, operands
 from graph_fsdp.runtime.regions.regions import Compiled, Region, Step
 
 
@@ -169,7 +169,7 @@ def _operator(node: fx.Node) -> str:
 def _foreign(start: fx.Node) -> str:
     """Say why a gathered buffer, which is too large to be copied, lies elsewhere in each run; "" if it does not."""
     record = start.meta["fsdp"]
-    if dialect.argument(start, "custom"):
+    if argument(start, "custom"):
         return f"reads bucket {record.bucket}, which the user's own all-gather allocates"
     if record.slot is None and not record.escapes:
         return f"reads bucket {record.bucket}, which has no slot: the pipeline is without its pass 'slots'"

@@ -14,7 +14,6 @@ kernel, and other regions get the parameters.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -227,7 +226,7 @@ class RegionKey:
     def digest(self) -> str:
         """Return a digest that is equal in all processes for regions that are equal, or differ in constants alone, or
         in the indices of devices: each rank of a host has another."""
-        return hashlib.sha256(f"{self.kind} {self.returned} {self.body}".encode()).hexdigest()
+        return digest([f"{self.kind} {self.returned} {self.body}"])
 
 
 def region_key(region: Region, kind: str) -> RegionKey:

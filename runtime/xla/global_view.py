@@ -29,21 +29,21 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.operands import argument, operands
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.constrain import constrain
 from graph_fsdp.runtime import whole
 
 _LIBRARY = torch.library.Library("graph_fsdp", "IMPL", "XLA")
 _MESHES: dict[str, Any] = {}
+REPLICATE, SHARD = "replicate", "fsdp"  # the axes of a mesh; rows of parameters are sharded over the second
 
 
-def lower_global(graphs: Sequence[Graph], model: ModelSpec, mesh: str, axes: str) -> dict[str, fx.GraphModule]:
+def lower_global(graphs: Sequence[Graph], model: ModelSpec, mesh: str) -> dict[str, fx.GraphModule]:
     """Lower graphs that have been through all passes, together, as a buffer that forward keeps for backward is other
-    values here; return phase → lowered graph. ``mesh`` is the name that constraints have for it; ``axes`` are those of
-    its axes over which rows of parameters are sharded."""
+    values here; return phase → lowered graph. ``mesh`` is the name that constraints have for it."""
     reads = {bucket: names for graph in graphs for bucket, names in _read_of_kept(graph).items()}
-    return {graph.phase: _Lowering(graph, model, mesh, axes, reads).run() for graph in graphs}
+    return {graph.phase: _Lowering(graph, model, mesh, reads).run() for graph in graphs}
 
 
 def _read_of_kept(graph: Graph) -> dict[str, list[str]]:
@@ -56,9 +56,9 @@ def _read_of_kept(graph: Graph) -> dict[str, list[str]]:
 
 
 class _Lowering(whole.Lowering):
-    def __init__(self, graph: Graph, model: ModelSpec, mesh: str, axes: str, kept: dict[str, list[str]]) -> None:
+    def __init__(self, graph: Graph, model: ModelSpec, mesh: str, kept: dict[str, list[str]]) -> None:
         super().__init__(graph)
-        self.model, self.mesh, self.axes, self.kept = model, mesh, axes, kept
+        self.model, self.mesh, self.kept = model, mesh, kept
         self.parameters: dict[str, fx.Node] = {}  # gathered, or received from forward
         self.gradients: dict[str, fx.Node] = {}  # sharded
 
@@ -103,15 +103,15 @@ class _Lowering(whole.Lowering):
         return super()._copy(node) if exist else None
 
     def gather(self, node: fx.Node) -> None:
-        for shard in dialect.argument(node, "shards"):
+        for shard in argument(node, "shards"):
             p = self.model.spec_of(shard.meta["fsdp"].params[0])
             value = self.cast(self.values[shard], p.param_dtype)
             self.parameters[p.name] = self._constrain(value, p, "", "gathered")
 
     def reduce(self, node: fx.Node) -> None:
-        for name, grad in zip(node.meta["fsdp"].params, dialect.argument(node, "grads"), strict=True):
-            p, value = self.model.spec_of(name), self.cast(self.values[grad], dialect.argument(node, "dtype"))
-            value = self._constrain(value, p, self.axes, "reduced")
+        for name, grad in zip(node.meta["fsdp"].params, argument(node, "grads"), strict=True):
+            p, value = self.model.spec_of(name), self.cast(self.values[grad], argument(node, "dtype"))
+            value = self._constrain(value, p, SHARD, "reduced")
             self.gradients[name] = self.cast(value, p.dtype)
 
     def _constrain(self, value: fx.Node, p: ParameterSpec, first: str, what: str) -> fx.Node:
@@ -129,13 +129,13 @@ class _Lowering(whole.Lowering):
 
 
 @functools.cache
-def mesh_name(devices: tuple[tuple[int, ...], ...], axes: tuple[str, str]) -> str:
+def mesh_name(devices: tuple[tuple[int, ...], ...]) -> str:
     """Return the name by which graphs know a mesh of these devices, a row for each step along the first axis. Equal
     meshes have one name."""
     import numpy
 
     array, name = numpy.array(devices), f"mesh{len(_MESHES)}"
-    _MESHES[name] = compat_xla.spmd().Mesh(array.reshape(-1), array.shape, axes)
+    _MESHES[name] = compat_xla.spmd().Mesh(array.reshape(-1), array.shape, (REPLICATE, SHARD))
     return name
 
 

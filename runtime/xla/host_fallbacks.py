@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from graph_fsdp.compat import OpOverload
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir.operands import function
-from graph_fsdp.passes.ir.unit_calls import module_path
+from graph_fsdp.passes.ir.unit_calls import innermost_module
 
 OnHostFallback = Literal["error", "warn"]
 
@@ -95,10 +95,7 @@ def report(found: Sequence[HostFallback], on_host_fallback: OnHostFallback, *, c
 
 def module_of(node: fx.Node) -> str:
     """Return name and class of the innermost module that a node, or the node that it differentiates, was traced in."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
+    if (found := innermost_module(node)) is None:
         return ""
-    path, kind = list(stack.values())[-1]
-    name = ".".join(module_path(path)[1:])
-    kind = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+    name, kind = found
     return f"module {name!r} ({kind})" if name else f"the model ({kind})"

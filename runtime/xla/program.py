@@ -41,6 +41,7 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import layout_of
+from graph_fsdp.passes.ir.operands import argument
 from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement
 from graph_fsdp.runtime.regions.regions import RegionCache
@@ -246,7 +247,7 @@ def scheduled_collectives(graph: Graph) -> dict[str, int]:
         if node.target is dialect.all_gather_start:
             found["all-gather"] += len(layout_of(node).messages)
         elif node.target is dialect.reduce_scatter_start:
-            found["reduce-scatter"] += len(dialect.argument(node, "messages")) or 1
+            found["reduce-scatter"] += len(argument(node, "messages")) or 1
         elif node.target in dialect.STARTS:
             found["all-reduce"] += 1
     return dict(found)

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from graph_fsdp.compat import CheckpointPolicy
 from graph_fsdp.passes.ir.effects import is_random
 from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of
+from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.runtime.xla.operators import define
 
 aten = torch.ops.aten
@@ -124,15 +125,16 @@ def _drawn(operator: Any, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node
 def _bernoulli(node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
     """Draw of a tensor of probabilities, or of a tensor of the result's shape and one probability."""
     drawn = _call(node, uniform, seeds, number, list(node.meta["val"].shape), torch.float32)
-    probability = node.args[1] if len(node.args) > 1 else node.args[0]
+    given = vars(arguments(node))
+    probability = given.get("p", given["self"])
     less = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
     return _call(node, aten._to_copy.default, _call(node, less, drawn, probability), dtype=node.meta["val"].dtype)
 
 
 def _between(node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
     """Replace ``uniform(x, low, high)``."""
-    given: Any = node.args[1:]
-    low, high = given if len(given) == 2 else (given[0] if given else 0.0, 1.0)
+    given = vars(arguments(node))
+    low, high = given["from"], given["to"]
     scaled = _call(node, aten.mul.Tensor, _drawn(uniform, node, seeds, number), high - low)
     return _call(node, aten.add.Tensor, scaled, low)
 

@@ -26,6 +26,11 @@ def _fields_of(kind: type) -> tuple[str, ...]:
 fields_of: Any = torch.compiler.assume_constant_result(_fields_of)
 
 
+def example_of(placeholder: torch.fx.Node) -> Any:
+    """Return what an input of a graph that Dynamo has just traced stands for; None where that is not known."""
+    return getattr(placeholder.meta.get("grapharg"), "example", None)
+
+
 def given_data(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Return the values of a graph of Dynamo's whose ``data`` the code assigns. Their versions do not say it."""
     targets: list[Any] = [torch.Tensor.set_]
