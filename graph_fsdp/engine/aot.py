@@ -202,6 +202,30 @@ class AotTrace:
         return given
 
 
+def with_outputs_apart(run: Callable[[list[Any]], Any], outputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Return ``run``, the program of a forward graph, so that no two of ``outputs`` are one tensor.
+
+    Inductor returns one tensor for a value and what ``detach`` makes of it. AOTAutograd marks what needs no gradient as
+    not differentiable, and so the other, too: of ``h.view(-1), h.detach()`` the view, whose base is ``h``, would have
+    no gradient, without a word.
+    """
+    places = [place for place, value in enumerate(outputs) if isinstance(value, fx.Node)]
+    if len(places) < 2:
+        return run
+
+    def run_apart(args: list[Any]) -> Any:
+        values = list(run(args))
+        seen: set[int] = set()
+        for place in places:
+            value = values[place]
+            if isinstance(value, torch.Tensor) and id(value) in seen:
+                values[place] = value = value.detach()
+            seen.add(id(value))
+        return values
+
+    return run_apart
+
+
 def through_aot_autograd(
     engine: Any, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
 ) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine import stand_ins
-from graph_fsdp.engine.aot import AotTrace, through_aot_autograd
+from graph_fsdp.engine.aot import AotTrace, through_aot_autograd, with_outputs_apart
 from graph_fsdp.engine.casting import without_autocast
 from graph_fsdp.engine.division import Division
 from graph_fsdp.engine.dynamo import (
@@ -372,7 +372,9 @@ class Engine:
         runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
         if graph.absent is not None:
             runnable = functools.partial(graph.absent.run, runnable)
-        in_step = self.schedules.in_step(runnable, graph, context)  # names the place in a program where a rank waits
+        if graph.phase == "forward":
+            runnable = with_outputs_apart(runnable, graph.outputs[: context.forward_outputs])
+        in_step = self.schedules.in_step(runnable, program, graph, context)
         if graph.phase == "backward":
             in_step = without_autocast(in_step, self.storage.device)
         return self.kept_buckets.around(in_step, graph, self.spec)

@@ -8,7 +8,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -158,13 +158,14 @@ class Schedules:
         if self.lockstep is not None:
             self.lockstep.compiled()
 
-    def in_step(self, program: Runnable, graph: Graph, context: PassContext) -> Runnable:
-        """Return ``program``, which runs ``graph``, so that it begins when all ranks are about to run it."""
+    def in_step(self, run: Runnable, program: Any, graph: Graph, context: PassContext) -> Runnable:
+        """Return ``run``, which runs the program of ``graph``, so that it begins when all ranks are about to run it.
+        Of ``program`` is the place where a rank waits or fails."""
         collectives = tuple(_fingerprint([graph], self._engine.pipeline, context))
         if self.lockstep is None or not collectives:
-            return program
+            return run
         known = self.lockstep.know(RunnableProgram(self._model, graph.phase, collectives))
-        return self.lockstep.around(program, known)
+        return self.lockstep.around(run, program, known)
 
     def begin(self, phase: str, what: str, collectives: Sequence[str] = ()) -> None:
         """Keep the ranks in step before they run ``collectives`` that are in no graph, or make a process group."""

@@ -109,15 +109,16 @@ class Lockstep(Lookout):
         self._program = weakref.ref(program) if program is not None else lambda: None
         current = self
 
-    def around(self, program: Runnable, key: str) -> Runnable:
-        """Wrap ``program``, so that it begins when all ranks are about to run it, and tells them if it raises."""
+    def around(self, run: Runnable, program: Any, key: str) -> Runnable:
+        """Wrap ``run``, which runs ``program``, so that it begins when all ranks are about to run it, and tells them if
+        it raises."""
 
-        def run(args: list[Any]) -> Any:
+        def run_in_step(args: list[Any]) -> Any:
             self.begin(key, program)
             with self.telling(program):
-                return program(args)
+                return run(args)
 
-        return run
+        return run_in_step
 
     @contextlib.contextmanager
     def telling(self, program: Any = None) -> Iterator[None]:

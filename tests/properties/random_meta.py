@@ -10,7 +10,6 @@ import torch
 from random_cases import Case
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from wrapped import Wrapped
 
 
 def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], rank: int, folder: Path) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def without_values(case: Case, model: nn.Module, ignored: Set[nn.Parameter], ran
 
 
 def _saved(values: dict[str, Tensor], file: Path) -> Path:
-    plain = {name: value._data if isinstance(value, Wrapped) else value for name, value in values.items()}
+    plain = {name: getattr(value, "_data", value) for name, value in values.items()}  # what an extension wraps
     save_file({name: value.clone().contiguous() for name, value in plain.items()}, file)
     return file
 

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Generator
@@ -36,6 +37,9 @@ from torch.utils import _pytree as pytree
 
 import graph_fsdp
 from graph_fsdp.passes import HARDWARE, ActivationCheckpointing, default_pipeline
+
+# Of ranks that are started with it; Inductor draws other random numbers than plain PyTorch.
+BACKEND = os.environ.get("GRAPH_FSDP_BACKEND", "eager")
 
 POLICIES: dict[str, Any] = {
     "block": {Block},
@@ -91,7 +95,7 @@ def compile_options(case: Case) -> dict[str, Any]:
     policies = mp_policies(case)
     policy = policies[RandomModel]
     of_all = policy.output_dtype is None and len(policies) == 1  # units need not take what others give
-    options: dict[str, Any] = {"backend": "eager", "mp_policy": policy if of_all else policies}
+    options: dict[str, Any] = {"backend": BACKEND, "mp_policy": policy if of_all else policies}
     given.pop("mp", None)
     given.pop("mp_blocks", None)
     given.pop("own_mesh", None)
