@@ -9,7 +9,7 @@ from checked import MORE, SEED, check_cases, kinds_of
 from lasting_ranks import Ranks
 from random_cases import Case
 
-EXAMPLES = 10
+EXAMPLES = 5
 
 
 @pytest.fixture(scope="module", name="ranks")
