@@ -46,10 +46,11 @@ class Raised:
 
 
 class Ranks:
-    """Context manager. ``number``: of processes, which start with the first case that needs a mesh."""
+    """Context manager. ``number``: of processes, which start with the first case that needs a mesh; ``seconds``: that a
+    case has."""
 
-    def __init__(self, number: int) -> None:
-        self._number, self._alone = number, Runner()
+    def __init__(self, number: int, seconds: float = CASE_SECONDS) -> None:
+        self._number, self._seconds, self._alone = number, seconds, Runner()
         self._processes = contextlib.ExitStack()
         self._pipes: list[Connection] = []
 
@@ -70,7 +71,7 @@ class Ranks:
         for pipe in pipes:
             send(pipe, case)
         answers: dict[int, Outcome | Raised] = {}
-        deadline = time.monotonic() + CASE_SECONDS
+        deadline = time.monotonic() + self._seconds
         while len(answers) < len(pipes):
             missing = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
             for pipe in wait(missing, max(0.0, deadline - time.monotonic())):
@@ -98,7 +99,7 @@ class Ranks:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cases-")))
             listener.settimeout(START_SECONDS)
             port = listener.getsockname()[1]
-            stack.enter_context(started(folder, serve, self._number, port, timeout=CASE_SECONDS))
+            stack.enter_context(started(folder, serve, self._number, port, timeout=self._seconds))
             pipes = [stack.enter_context(_connection(listener.accept()[0])) for _ in range(self._number)]
             by_rank = {receive(pipe): pipe for pipe in pipes}
             self._pipes = [by_rank[rank] for rank in range(self._number)]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checked import MORE, SEED, check_cases, kinds_of
+from checked import MORE, SEED, WITH_INDUCTOR, check_cases, kinds_of
 from lasting_ranks import Ranks
 from random_cases import Case
-
-EXAMPLES = 5
 
 
 @pytest.fixture(scope="module", name="ranks")
 def with_inductor() -> Iterator[Ranks]:
-    with pytest.MonkeyPatch.context() as patch, Ranks(2) as processes:
+    with pytest.MonkeyPatch.context() as patch, Ranks(2, seconds=600.0) as processes:
         patch.setenv("GRAPH_FSDP_BACKEND", "inductor")  # the first case starts the processes
         yield processes
 
@@ -26,4 +24,4 @@ def draws_nothing(case: Case) -> bool:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_step_with_inductor_equals_that_of_one_process(ranks: Ranks) -> None:
-    check_cases(ranks, 2, kinds_of(2), 10_000 * SEED + 250, MORE or EXAMPLES, draws_nothing)
+    check_cases(ranks, 2, kinds_of(2), 10_000 * SEED + 250, MORE or WITH_INDUCTOR, draws_nothing)
