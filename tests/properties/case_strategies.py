@@ -160,6 +160,8 @@ def options(draw: st.DrawFn, mesh: MeshCase) -> OptionsCase:
         compile["own_mesh"] = draw(st.sampled_from(others))
     if "mp" in compile:
         compile.pop("mp_blocks", None)
+    if compile.get("values") == "first rank":  # which has no values for parameters with meshes of their own
+        compile.pop("own_mesh", None)
     if "values" in compile:
         compile.pop("sync_module_states", None)
     whole = "columns" not in compile
