@@ -108,7 +108,8 @@ def compile(
             number of ranks gradients are divided: see :mod:`graph_fsdp.parameters.meshes`.
         dp_mesh_dims: torch's ``DataParallelMeshDims(shard=…, replicate=…)`` (torch 2.13): which dimensions of ``mesh``
             shard and which replicate, whatever their names. Several of a kind become one (``("dp_shard", "cp")``).
-        activation_checkpointing: ``"offload"``, an :class:`ActivationCheckpointing`, or its ``recompute`` alone.
+        activation_checkpointing: ``"offload"``, an :class:`ActivationCheckpointing`, or its ``recompute`` alone. Where
+            it recomputes nothing, ``torch._functorch.config.activation_memory_budget`` is taken, if it is set.
         sync_module_states: gives every rank the values (parameters and buffers) of the mesh's first rank; of a
             parameter each is sent its shard. On the other ranks the model may be on the meta device.
         param_init_fn: initialises one module of a model on the meta device (a Hugging Face model's is

@@ -85,6 +85,16 @@ def test_a_memory_budget_is_the_partitioners() -> None:
     )
 
 
+def test_a_budget_that_is_set_for_torch_compile_is_taken_where_none_is_given() -> None:
+    def found(value: Any) -> list[str]:
+        return saved(traced(value, reshard_after_forward=True))
+
+    with functorch_config.patch(activation_memory_budget=0.5):
+        assert found(None) == saved(traced(0.5))
+        assert found("unit") == saved(traced("unit"))
+        assert found(1.0) == saved(traced(1.0))
+
+
 def test_offload_copies_what_is_saved_of_all_units_but_the_last() -> None:
     with pytest.warns(UserWarning, match="the copies save nothing"):
         found = traced("offload")
@@ -218,8 +228,11 @@ def test_within_a_budget_dropout_is_drawn_once_with_symbolic_sizes_too() -> None
         model(torch.rand(2, 8)).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
+    expected = gradients()
     for budget in (0, 0.5):
-        assert all(map(torch.equal, gradients(activation_checkpointing=budget), gradients()))
+        assert all(map(torch.equal, gradients(activation_checkpointing=budget), expected))
+        with functorch_config.patch(activation_memory_budget=budget):
+            assert all(map(torch.equal, gradients(), expected))
 
 
 class Checkpointed(nn.Sequential):

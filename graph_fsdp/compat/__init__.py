@@ -49,6 +49,7 @@ from graph_fsdp.compat.traces.failed_guards import *
 from graph_fsdp.compat.traces.forwards import *
 from graph_fsdp.compat.traces.joint_traces import without_joint_trace as without_joint_trace
 from graph_fsdp.compat.traces.memory_budget import activation_memory_budget as activation_memory_budget
+from graph_fsdp.compat.traces.memory_budget import budget_that_is_set as budget_that_is_set
 from graph_fsdp.compat.traces.meshes_of_outputs import take_meshes_from_forward as take_meshes_from_forward
 from graph_fsdp.compat.traces.quick_graphs import arguments_unsearched as arguments_unsearched
 from graph_fsdp.compat.traces.quick_graphs import quick_copies as quick_copies

@@ -206,6 +206,14 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
     return pipeline
 
 
+def within_budget(pipeline: PassPipeline, budget: float) -> PassPipeline:
+    """Return the pipeline with a budget that was set for ``torch.compile`` and not here: its partitioner alone would
+    let backward draw other random numbers than forward. A pipeline that checkpoints activations has its own."""
+    if budget == 1 or any(isinstance(p, CheckpointActivations) for p in pipeline):
+        return pipeline
+    return with_activation_checkpointing(pipeline, ActivationCheckpointing(budget))
+
+
 class _Joint:
     """Describes a joint graph. ``computed``: operators that read more than parameters and constants. ``calls``: those
     of them that need no gradients → the call of a unit they belong to."""

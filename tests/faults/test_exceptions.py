@@ -1,7 +1,6 @@
 """A rank raises in the middle of a step. Where all ranks raise, all may go on; where one does, all are told which.
 
-Two ranks are shared by what all of them do: what leaves them out of step is followed by a new process group.
-"""
+Two ranks are shared by what all of them do: what leaves them out of step is followed by a new process group."""
 
 from __future__ import annotations
 
@@ -64,17 +63,28 @@ def trains_on(model: nn.Module) -> None:
 # All ranks raise, and go on
 
 
+def raises_in_forward(model: nn.Module, region: int) -> None:
+    FAULTS["forward"] = fail
+    error = caught(lambda: step(model))
+    assert error.args == ("no such sample",) and type(error) is Broken
+    where = f"region {region} (unit blocks.0) of the forward graph of model {engine_of(model).schedules.index} (Struck)"
+    noted = (None, [f"raised on rank {rank()} in {where}"])  # Python 3.10 has no notes
+    assert getattr(error, "__notes__", None) in noted
+
+
 def all_ranks_raise_in_forward(model: nn.Module) -> None:
     shards = list(model.parameters())
     for _ in range(2):
-        FAULTS["forward"] = fail
-        error = caught(lambda: step(model))
-        assert type(error) is Broken and error.args == ("no such sample",)
-        notes = getattr(error, "__notes__", None)
-        where = f"in region 3 (unit blocks.0) of the forward graph of model {engine_of(model).schedules.index} (Struck)"
-        assert notes in (None, [f"raised on rank {rank()} {where}"]), "Python 3.10 has no notes"
+        raises_in_forward(model, region=3)
         assert_whole(model, shards)
         trains_on(model)
+
+
+def all_ranks_raise_where_a_unit_is_whole(model: nn.Module) -> None:
+    model.blocks[2].unshard()
+    raises_in_forward(model, region=3)
+    model.blocks[2].reshard()
+    trains_on(model)
 
 
 def all_ranks_raise_in_backward(model: nn.Module) -> None:
@@ -198,6 +208,7 @@ def out_of_memory_in_a_region_on_all_ranks() -> None:
 
 TOGETHER = (
     all_ranks_raise_in_forward,
+    all_ranks_raise_where_a_unit_is_whole,
     all_ranks_raise_in_backward,
     after_all_ranks_raised_nothing_is_compared_any_more,
     all_ranks_raise_in_the_loss,

@@ -14,16 +14,23 @@ from torch._functorch import partitioners
 from torch._inductor import fx_utils
 
 
+def budget_that_is_set() -> float:
+    """Return what a user has asked of ``torch.compile``: the part of the activations that a partitioner may save."""
+    return functorch_config.activation_memory_budget
+
+
 @contextlib.contextmanager
 def activation_memory_budget(budget: float) -> Iterator[None]:
-    """Let the partitioner save this part of the activations for backward; 1 is its own rule. The meshes of DTensors,
-    which are inputs of a graph since torch 2.13, count as nothing.
+    """Let the partitioner save this part of the activations for backward; 1 is its own rule. What a user has set is not
+    looked at. The meshes of DTensors, which are inputs of a graph since torch 2.13, count as nothing.
 
     Until torch 2.13 it takes an operator of several results, which has no storage, for an input of a graph that has a
     symbolic size among its inputs, which has none either, and saves nothing of it: a dropout's mask would be drawn
     again."""
-    if budget == 1:  # what the user may have set is left alone
-        yield
+    options = {"activation_memory_budget": budget}
+    if budget == 1:
+        with functorch_config.patch(options):
+            yield
         return
     choose = partitioners.choose_saved_values_set
 
@@ -35,7 +42,6 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
         return node if storage is None else storage
 
     get_storage = fx_utils.get_node_storage
-    options = {"activation_memory_budget": budget}
     if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         options["unsafe_treat_script_objects_as_zero_size"] = True
     with (
