@@ -183,6 +183,18 @@ def test_parameters_as_constants_are_refused(settings: Any) -> None:
         assert torch.equal(model(rows(4, 8)), expected)
 
 
+SETTINGS = {"pre_grad_custom_pass": lambda graph: None, "pre_grad_fusion_options": {"batch_linear": {}}}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_passes_of_inductor_that_would_not_run_are_refused(name: str) -> None:
+    model = graph_fsdp.compile(nn.Sequential(nn.Linear(8, 8)))
+    refused = pytest.raises(graph_fsdp.UnsupportedError, match=rf"_inductor.config.{name} .* of the phase 'capture'")
+    with inductor_config.patch({name: SETTINGS[name]}), refused:
+        model(rows(4, 8))
+    assert model(rows(4, 8)).shape == (4, 8)
+
+
 # --- functions of torch that look for classes of tensors
 
 

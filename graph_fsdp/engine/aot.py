@@ -55,6 +55,15 @@ def refuse_sparse_gradients(joint: Graph) -> None:
             )
 
 
+def refuse_passes_of_inductor() -> None:
+    """Raise UnsupportedError if a user has Inductor change graphs before they are differentiated."""
+    for name in compat.inductor_passes_before_gradients():
+        raise UnsupportedError(
+            f"torch._inductor.config.{name} asks for passes on a graph before it is differentiated, where only those of "
+            "graph_fsdp.compile run: unset it, and give passes= a pass of the phase 'capture'"
+        )
+
+
 @dataclass(eq=False)
 class AotTrace:
     """Takes one of Dynamo's graphs through AOTAutograd, which calls the steps: ``partition``, ``compile_forward`` and,
@@ -79,6 +88,8 @@ class AotTrace:
 
     def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         backend = self.engine.backend
+        if backend.name == "inductor":
+            refuse_passes_of_inductor()
         compiler = compat.aot_autograd(
             fw_compiler=self.compile_forward,
             bw_compiler=self.compile_backward,

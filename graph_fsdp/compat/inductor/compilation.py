@@ -34,6 +34,13 @@ def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         return joint_graph_passes(module) or module
 
 
+def inductor_passes_before_gradients() -> list[str]:
+    """Return the settings with which a user has Inductor change what Dynamo traced before it is differentiated."""
+    from torch._inductor import config
+
+    return [name for name in ("pre_grad_custom_pass", "pre_grad_fusion_options") if getattr(config, name)]
+
+
 def built_together() -> contextlib.AbstractContextManager[None]:
     from graph_fsdp.compat.inductor import cpp
 
