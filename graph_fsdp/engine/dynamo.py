@@ -254,7 +254,7 @@ def traced_often(structure: Structure, causes: Sequence[Cause], *, gives_up: boo
         (f"{', '.join(hooks)}: " if hooks else "")
         + f"torch.compile has traced the model {len(causes)} times"
         + (" and gives up (torch._dynamo.config.recompile_limit)" if gives_up else ", and compiles one more graph")
-        + (f". The last time {[*causes[-1].guards, causes[-1]][0]}" if causes else "")
+        + (f". The last time: {[*causes[-1].guards, causes[-1]][0]}" if causes else "")
         + ". "
         + (
             "What a hook reads and writes in Python is traced too: a list that grows in each call is another one each "
