@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,12 +86,13 @@ def test_a_task_that_raises_holds_nothing(tmp_path: Path) -> None:
 # With Inductor, on ranks that share a cache
 
 
-def compilations() -> tuple[Counter[str], float]:
+def compilations(**options: Any) -> tuple[Counter[str], float]:
     """On a rank: what Inductor's cache counted in a step of a model, and the norm of its gradients. Kernels without
     vectors and precompiled headers, which an empty folder is long without."""
     torch.manual_seed(0)
     model = MLP(depth=1)
-    graph_fsdp.compile(model, auto_wrap_policy={nn.Linear})
+    graph_fsdp.compile(model, auto_wrap_policy={nn.Linear}, **options)
+    counters["inductor"].clear()
     with inductor_config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
         output = model(torch.ones(2, 16))
         output.square().mean().backward()
@@ -101,9 +103,17 @@ def compilations() -> tuple[Counter[str], float]:
     return Counter(counted), float(norm.full_tensor())
 
 
+def compilations_of_regions_and_whole() -> tuple[tuple[Counter[str], float], tuple[Counter[str], float]]:
+    """On a rank."""
+    return compilations(), compilations(regions="whole")
+
+
 def test_ranks_compile_each_region_once_between_them_and_a_second_run_none(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    (first, norm), (second, _) = run_ranks(compilations, 2, env=env)
+    (cut, whole), (cut_there, whole_there) = run_ranks(compilations_of_regions_and_whole, 2, env=env)
+    (first, norm), (second, _) = cut, cut_there
+    assert whole[0] + whole_there[0] == {"hit": 2, "miss": 2}, "forward and backward, each by one of them"
+    assert whole[1] == pytest.approx(norm, rel=1e-5)
     regions = first.total()
     assert regions > 2 and second.total() == regions
     assert first["miss"] + second["miss"] == regions and first["hit"] == second["miss"], "each by one of them"

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.passes.ir.canonical_form import digest
 from graph_fsdp.runtime.backends.base import Backend
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey
 
@@ -56,9 +57,13 @@ class InductorBackend(Backend):
         return None if directory is None else directory / "graph_fsdp" / "programs"
 
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
-        _cache_directory()
+        """Compile a graph, or find it in the cache where another rank of the host has compiled its like."""
+        directory, task = _cache_directory(), partial(compat.inductor_compile, module, kind, keep_order=True)
         with compat.built_together():
-            return compat.inductor_compile(module, kind, keep_order=True)
+            if directory is None:
+                return task()
+            (compiled,) = divide([(digest([kind, module.graph]), task)], directory / "graph_fsdp")
+            return compiled
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         return compat.inductor_decompositions()
