@@ -59,8 +59,8 @@ def refuse_passes_of_inductor() -> None:
     """Raise UnsupportedError if a user has Inductor change graphs before they are differentiated."""
     for name in compat.inductor_passes_before_gradients():
         raise UnsupportedError(
-            f"torch._inductor.config.{name} asks for passes on a graph before it is differentiated, where only those of "
-            "graph_fsdp.compile run: unset it, and give passes= a pass of the phase 'capture'"
+            f"torch._inductor.config.{name} asks for passes on a graph before it is differentiated, where only those "
+            "of graph_fsdp.compile run: unset it, and give passes= a pass of the phase 'capture'"
         )
 
 
