@@ -21,8 +21,8 @@ MORE = int(os.environ.get("GRAPH_FSDP_EXAMPLES", "0"))  # per seed, instead of t
 
 # Per number of ranks: how many cases each of its seeds draws. 0 is one process without a mesh. A case costs its tracing
 # on every rank, so most are of one process, and more ranks than two have those in which three and four can matter.
-EXAMPLES = {0: (*(25,) * 7, 20), 1: (25, 25), 2: (15, 15), 3: (10,), 4: (10,)}
-WITH_INDUCTOR = 5  # more on two ranks
+EXAMPLES = {0: (*(25,) * 7, 22), 1: (25, 25), 2: (15, 15), 3: (10,), 4: (10,)}
+WITH_INDUCTOR = 3  # more on two ranks
 
 _PREFETCH = {"forward_prefetch", "backward_prefetch"}
 
