@@ -57,12 +57,15 @@ class InductorBackend(Backend):
         return None if directory is None else directory / "graph_fsdp" / "programs"
 
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
-        """Compile a graph, or find it in the cache where another rank of the host has compiled its like."""
+        """Compile a graph, or find it in the cache where another rank of the host has compiled its like. On an
+        accelerator each rank compiles, as all of a graph may not be fit for the devices of other ranks."""
         directory, task = _cache_directory(), partial(compat.inductor_compile, module, kind, keep_order=True)
         with compat.built_together():
             if directory is None:
                 return task()
-            (compiled,) = divide([(digest([kind, module.graph]), task)], directory / "graph_fsdp")
+            # Equal on ranks whose values have the same shapes and devices; others need not wait for each other.
+            called = [f"{node.target} {node.meta.get('val')}" for node in module.graph.nodes]
+            (compiled,) = divide([(digest([kind, *called]), task)], directory / "graph_fsdp")
             return compiled
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
