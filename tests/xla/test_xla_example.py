@@ -12,7 +12,8 @@ SMALL = "--steps 8 --layers 2 --width 32 --heads 2 --context 16 --eval-batches 2
 
 
 def train(batch: int, backend: str) -> str:
-    arguments = [*SMALL.split(), "--batch", str(batch), "--backend", backend, "--text", str(EXAMPLE.parent)]
+    """On the text of one file: beside it may lie compiled ones."""
+    arguments = [*SMALL.split(), "--batch", str(batch), "--backend", backend, "--text", str(EXAMPLE)]
     return run_program(EXAMPLE, *arguments)
 
 
