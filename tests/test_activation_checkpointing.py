@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import graph_fsdp
 from graph_fsdp import ActivationCheckpointing, compat
 from graph_fsdp.compat.traces.torch_compile import functorch_config
-from graph_fsdp.passes import CheckpointActivations
+from graph_fsdp.passes import CheckpointActivations, PassPipeline, default_pipeline
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role
 
@@ -93,6 +93,22 @@ def test_a_budget_that_is_set_for_torch_compile_is_taken_where_none_is_given() -
         assert found(None) == saved(traced(0.5))
         assert found("unit") == saved(traced("unit"))
         assert found(1.0) == saved(traced(1.0))
+
+
+@pytest.mark.parametrize(
+    ("budget", "passes", "words"),
+    [
+        (1.5, default_pipeline(), "a memory budget lies between 0 and 1"),
+        (0.5, default_pipeline().remove("recompute"), "needs a pass that provides 'recompute_tagged'"),
+    ],
+)
+def test_a_wrong_budget_for_torch_compile_is_named(budget: float, passes: PassPipeline, words: str) -> None:
+    model = graph_fsdp.compile(nn.Sequential(nn.Linear(8, 8)), backend="eager", passes=passes)
+    refused = pytest.raises(ValueError, match=f"config.activation_memory_budget={budget} is taken as .*{words}")
+    with functorch_config.patch(activation_memory_budget=budget), refused:
+        model(torch.ones(2, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_offload_copies_what_is_saved_of_all_units_but_the_last() -> None:

@@ -28,7 +28,7 @@ from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage, collector_paused, garbage_collected
 from graph_fsdp.passes.repeat.repeat import Repeats
 from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
-from graph_fsdp.passes.transforms.activation_checkpointing import within_budget
+from graph_fsdp.passes.transforms.activation_checkpointing import with_torchs_budget
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
 from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
 from graph_fsdp.report.report import CapturedGraph
@@ -117,7 +117,7 @@ class AotTrace:
         mark_tangents(joint_graph, len(joint_inputs[0]))
         refuse_sparse_gradients(joint_graph)
         warn_of_attention(joint_graph)
-        within_budget(engine.pipeline, compat.budget_that_is_set()).run([joint_graph], context)
+        with_torchs_budget(engine.pipeline, compat.budget_that_is_set()).run([joint_graph], context)
         absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
         kind = self._kind(joint_graph)
         begin = time.perf_counter()

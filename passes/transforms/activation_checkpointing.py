@@ -206,12 +206,20 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
     return pipeline
 
 
-def within_budget(pipeline: PassPipeline, budget: float) -> PassPipeline:
+def with_torchs_budget(pipeline: PassPipeline, budget: float) -> PassPipeline:
     """Return the pipeline with a budget that was set for ``torch.compile`` and not here: its partitioner alone would
-    let backward draw other random numbers than forward. A pipeline that checkpoints activations has its own."""
+    let backward draw other random numbers than forward. A pipeline that checkpoints activations has its own.
+
+    Raises:
+        ValueError: the budget is none, or the pipeline has no place for the pass.
+    """
     if budget == 1 or any(isinstance(p, CheckpointActivations) for p in pipeline):
         return pipeline
-    return with_activation_checkpointing(pipeline, ActivationCheckpointing(budget))
+    try:
+        return with_activation_checkpointing(pipeline, ActivationCheckpointing(budget))
+    except ValueError as error:
+        setting = f"torch._functorch.config.activation_memory_budget={budget!r}"
+        raise ValueError(f"{setting} is taken as activation_checkpointing={budget!r}: {error}") from None
 
 
 class _Joint:
