@@ -85,8 +85,10 @@ def place_on_ranks(
     }
     check_extensions(
         {p: p_names for p, p_names in names.items() if p not in ignored and not is_quantized(p)},
-        reshard_after_forward_as_a_number=options.reshards_to_groups,
-        regions_whole=options.regions == "whole",
+        **{
+            f"reshard_after_forward={options.reshard_after_forward}": options.reshards_to_groups,
+            "regions='whole'": options.regions == "whole",
+        },
     )
     placements, meshes = asked_placements(options.shard_placement_fn, names, ignored)
     given = find_meshes(options.meshes, model, names, ignored)

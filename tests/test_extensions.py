@@ -326,8 +326,18 @@ REFUSED: list[tuple[type[Wrapped], dict[str, Any], type[Exception], str]] = [
         UnsupportedError,
         r"'blocks.0.up.weight' is to be sharded on dimension 1.*return Shard\(0\)",
     ),
-    (Float8, {"reshard_after_forward": 2}, UnsupportedError, "reshard_after_forward_as_a_number"),
-    (Float8, {"backend": "inductor", "regions": "whole"}, UnsupportedError, "not available with regions_whole"),
+    (
+        Float8,
+        {"reshard_after_forward": 2},
+        UnsupportedError,
+        "not available with reshard_after_forward=2; leave one out",
+    ),
+    (
+        Float8,
+        {"backend": "inductor", "regions": "whole"},
+        UnsupportedError,
+        "not available with regions='whole'; leave one out",
+    ),
 ]
 
 

@@ -297,8 +297,8 @@ def test_weights_that_have_no_such_format_are_refused(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"reshard_after_forward": 2}, "reshard_after_forward_as_a_number"),
-        ({"backend": "inductor", "regions": "whole"}, "not available with regions_whole"),
+        ({"reshard_after_forward": 2}, "not available with reshard_after_forward=2; leave one out"),
+        ({"backend": "inductor", "regions": "whole"}, "not available with regions='whole'; leave one out"),
     ],
 )
 def test_options_that_extensions_do_not_have_are_refused(options: dict[str, Any], words: str) -> None:
