@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import time
@@ -208,7 +209,8 @@ def _row(
     }
     for other in options.against:
         row["ratio"][other] = quartiles([turns[name][0] / turns[other][0] for turns in rounds])
-        row["cpu_ratio"][other] = quartiles([turns[name][1] / turns[other][1] for turns in rounds])
+        # Some systems count a process's time in steps of 10 ms, so that of a few short ones may be 0.
+        row["cpu_ratio"][other] = quartiles([turns[name][1] / (turns[other][1] or math.nan) for turns in rounds])
     if options.bounds:
         row["bound_ratio"] = quartiles([turns[name][0] / max(turns[bound][0] for bound in BOUNDS) for turns in rounds])
     if name in memory:
