@@ -226,6 +226,8 @@ def tracing_options(
     - With ``hooks``, graphs are guarded by the hooks that they were traced with.
     - With ``integers``, one of a module that has changed (a counter of calls) is an input of the next graph, as an
       argument of forward is, and does not make a graph for each value.
+    - Compiled code is not kept by torch's ``caching_precompile``, which drops guards and pickles what they read, the
+      model among it; ``programs`` keeps it.
     - To save time, graph modules write their code when asked, no garbage is collected after a compilation, and guards
       are timed only if the log wants it (docs/decisions/tracing.md).
     """
@@ -237,6 +239,7 @@ def tracing_options(
         "allow_unspec_int_on_nn_module": integers,
     }
     other = {"run_gc_after_compile": False, "trace_autograd_ops": True, "invalidate_compile_context_weakrefs": True}
+    other["caching_precompile"] = False
     options |= {name: value for name, value in other.items() if hasattr(dynamo_config, name)}
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
