@@ -1,4 +1,4 @@
-"""Buffers that forward writes to: backward computes with what they were."""
+"""Buffers and inputs that forward writes to: backward computes with what they were."""
 
 from __future__ import annotations
 
@@ -65,6 +65,35 @@ def test_gradients_are_those_of_the_buffers_as_they_were(options: dict[str, Any]
         torch.testing.assert_close(actual, right)
     code = graph_fsdp.inspect(model).forward.stages["partition"].code
     assert "as_it_was = torch.ops.aten.clone" in code
+
+
+class Halved(nn.Module):
+    """Writes to its input, which it has read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(torch.tanh(x))
+        x.mul_(0.5)
+        return self.last(self.first(y)) + x
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_gradients_are_those_of_inputs_as_they_were(backend: str) -> None:
+    plain = Halved()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend=backend, activation_checkpointing=0.0)
+    for factor in (1.0, 2.0):
+        gradients = []
+        for each in (plain, model):
+            source = (factor * torch.linspace(-1, 1, 32).view(8, 4)).requires_grad_()
+            given = source * 2
+            (each(given).square().mean() + given.sum()).backward()
+            gradients.append(source.grad)
+        torch.testing.assert_close(gradients[1], gradients[0])
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
 
 
 def test_what_backward_does_not_need_is_not_copied() -> None:

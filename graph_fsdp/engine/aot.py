@@ -125,7 +125,7 @@ class AotTrace:
             forward, backward = self.partitioned(joint_graph, joint_inputs, num_fwd_outputs, options)
         graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
         graphs[1].absent = absent
-        save_as_they_were(graphs[0], num_fwd_outputs)
+        save_as_they_were(graphs[0], num_fwd_outputs, compat.inputs_written_later(forward.graph))
         for graph in graphs:
             add_stage(graph, context, "partition", time.perf_counter() - begin)
         self._run_passes(graphs, kind)

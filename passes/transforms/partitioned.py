@@ -10,7 +10,7 @@ inputs; backward, what forward saved of them. Gradients are reduced to shards as
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.transforms.edits import add_input, add_outputs, first_saved
 
 
-def save_as_they_were(forward: Graph, user_outputs: int) -> None:
+def save_as_they_were(forward: Graph, user_outputs: int, written_later: Collection[fx.Node]) -> None:
     """Copy inputs at forward's beginning that it writes to and saves, or saves views of. ``user_outputs``: how many
-    outputs are the user's; saved tensors follow."""
+    outputs are the user's; saved tensors follow. ``written_later``: inputs that are written to behind the graph."""
     nodes = forward.nodes
     targets = {target: node for node in nodes for target in mutated_inputs(node)}
-    if not targets:
+    if not targets and not written_later:
         return
     roots = forward.alias_roots()
 
@@ -38,7 +38,7 @@ def save_as_they_were(forward: Graph, user_outputs: int) -> None:
         return {root for node in found if isinstance(node, fx.Node) for root in roots[node] if root.op == "placeholder"}
 
     outputs = forward.outputs
-    written, saved = of(targets), of(outputs[user_outputs:])
+    written, saved = {*of(targets), *written_later}, of(outputs[user_outputs:])
     copied = [node for node in forward.placeholders if node in written and node in saved]
     sources = set(targets)  # nodes that are written to, and what they are views of
     for node in reversed(nodes):

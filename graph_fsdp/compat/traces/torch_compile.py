@@ -25,6 +25,7 @@ from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
 from torch._guards import TracingContext as TracingContext
@@ -157,6 +158,14 @@ def forward_outputs() -> tuple[list[int], list[bool]]:
     return list(found.mutated_inp_runtime_indices), [
         bool(info.requires_grad) and issubclass(info.raw_type, torch.Tensor) for info in found.output_info
     ]
+
+
+def inputs_written_later(forward: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Return the inputs of a forward of AOTAutograd's that it writes to itself, when the graph has run: what has a
+    gradient, and buffers where graphs write to nothing."""
+    described: Any = forward.output_node().meta.get("desc") or ()
+    written = {of.mutated_input for of in described if isinstance(of, InputMutationAOTOutput)}
+    return [node for node in forward.find_nodes(op="placeholder") if node.meta.get("desc") in written]
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
