@@ -112,8 +112,8 @@ class Lowering:
             expected, found = kind(node.meta["val"]), kind(value.meta["val"])
             assert found == expected, f"{node.name} is {expected} in the scheduled graph and {found} in the lowered one"
 
-    def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
-        node = self.fx_graph.create_node("call_function", target, args, name=name)
+    def call(self, target: Any, *args: Any, name: str | None = None, **options: Any) -> fx.Node:
+        node = self.fx_graph.create_node("call_function", target, args, options, name=name)
         node.meta["val"] = VALUES.of(node)
         return node
 

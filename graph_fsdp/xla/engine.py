@@ -29,7 +29,7 @@ from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.backends import XlaBackend
-from graph_fsdp.runtime.xla.lower import Crossing, Lowered, varying_nodes
+from graph_fsdp.runtime.xla.lower import Crossing, Lowered, host_data, varying_nodes
 from graph_fsdp.runtime.xla.operators import Placement
 from graph_fsdp.runtime.xla.program import XlaProgram
 from graph_fsdp.xla.checkpoint import XlaTensors
@@ -164,7 +164,7 @@ class LocalEngine(XlaEngine):
 
     def _forward_or_inference(self, graph: Graph, capture: _Capture) -> _Crossings:
         entry_of = dict(zip(graph.placeholders, capture.inputs, strict=True))
-        varying = varying_nodes(graph, capture.inputs)
+        varying, of_host = varying_nodes(graph, capture.inputs), host_data(graph)
         written, differentiable = compat.forward_outputs()
         outputs = operands(graph.output)
         first_saved = len(written) + len(differentiable)
@@ -177,7 +177,7 @@ class LocalEngine(XlaEngine):
             elif index < first_saved:
                 exits.append(self._output(value, value in varying, index - len(written)))
             else:
-                exits.append(Crossing(self.mesh.batch))
+                exits.append(Crossing(self.mesh.whole if value in of_host else self.mesh.batch))
         saved = zip(outputs[first_saved:], exits[first_saved:], strict=True)
         capture.saved = [entry_of.get(value, leaving) for value, leaving in saved]
         of_outputs = zip(exits[len(written) : first_saved], differentiable, strict=True)

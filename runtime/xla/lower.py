@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graph_fsdp.compat import inputs_of
+from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_random, is_view
@@ -36,6 +38,7 @@ from graph_fsdp.runtime.xla.operators import Placement
 
 aten = torch.ops.aten
 _GATHERS = (dialect.all_gather_start, dialect.all_gather_wait)
+_MOVES = (aten._to_copy.default, aten.clone.default)  # of which torch_xla has no operation where it has the data
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ class Lowered(whole.Lowering):
 
     def _leave(self, node: fx.Node) -> fx.Node:
         results: list[fx.Node] = []
+        of_host = host_data(self.graph)
         left: dict[tuple[fx.Node, Crossing | None], int] = {}
         for value, leaving in zip(operands(node), self.exits, strict=True):
             if not isinstance(value, fx.Node):
@@ -177,12 +181,17 @@ class Lowered(whole.Lowering):
             else:
                 if (value, leaving) not in left:
                     left[value, leaving] = len(results)
-                    results.append(self._exit(self.values[value], leaving))
+                    result = self.values[value]
+                    results.append(self._moved(result) if value in of_host else self._exit(result, leaving))
                 self.returns.append(("result", left[value, leaving]))
         output: fx.Node = self.fx_graph.output(tuple(results))
         self.fx_graph.eliminate_dead_code()
         self.fx_graph.lint()
         return output
+
+    def _moved(self, value: fx.Node) -> fx.Node:
+        """Return what the host has as a tensor of the device, of its own."""
+        return self.call(aten.clone.default, self.call(aten._to_copy.default, value, device=compat_xla.device()))
 
     def _exit(self, value: fx.Node, leaving: Crossing | None) -> fx.Node:
         if leaving is None:
@@ -196,6 +205,20 @@ class Lowered(whole.Lowering):
             value = self.call(aten.reshape.default, value, [1])
         shape = list(leaving.shape_outside(value.meta["val"].shape))
         return self.call(operators.exit, value, shape, list(place.devices), place.tiles)
+
+
+def host_data(graph: Graph) -> set[fx.Node]:
+    """Return the tensors that forward makes on the host, and those that it moves from there to the device. They are
+    none of what each device computes by itself. (Random numbers are, wherever the model draws them.)"""
+    computed = reached_from(graph, [*graph.placeholders, *filter(is_random, graph.fx_graph.nodes)])
+    found = set[fx.Node]()
+    for node in graph.fx_graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and node not in computed:
+            moved = node.target in _MOVES and not found.isdisjoint(inputs_of(node))
+            if moved or value.device.type != "xla":
+                found.add(node)
+    return found
 
 
 def varying_nodes(graph: Graph, entries: Sequence[Crossing | None]) -> set[fx.Node]:

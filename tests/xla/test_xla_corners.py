@@ -284,4 +284,68 @@ def bfloat16_in_the_global_view() -> None:
     assert all(p.dtype is torch.float32 for p in model.parameters())
 
 
+class Counted(nn.Module):
+    """The gradient of ``gain`` depends on a buffer after it was written to."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.linear, self.gain = nn.Linear(16, 5), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.tanh(self.linear(x)) + self.gain * (self.count % 3).to(x.dtype)
+
+
+@FACTS
+def buffers_that_forward_writes_to_are_saved_as_they_were() -> None:
+    for sharding in ("manual", "auto"):
+        model = compare(Counted(), vectors, activation_checkpointing=0.0, sharding=sharding)
+        assert model.model.count.item() == 6
+
+
+class Constants(nn.Module):
+    """Returns tensors that forward makes, on the device and on the host, beside what depends on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scales = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], device=x.device)
+        loss = (torch.sin(self.linear(x)) * scales * scales.exp()).mean()
+        constants = {"none": torch.zeros(()), "positions": torch.arange(3), "given": torch.tensor([1.0, 2.0])}
+        return {"loss": loss, "scales": scales, **constants}
+
+
+def constants_are_returned(sharding: str) -> None:
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes, reference = mesh(DEVICES), Constants()
+    model = graph_fsdp.compile(copy.deepcopy(reference), axes, backend="xla", sharding=sharding)
+    for step in range(3):
+        x, _ = vectors(step)
+        expected, found = reference(x), model(shard_batch(x, axes))
+        expected.pop("loss").backward()
+        found.pop("loss").backward()
+        for name, value in expected.items():
+            assert found[name].device.type == "xla" and torch.equal(found[name].cpu(), value), name
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        torch.testing.assert_close(q.grad.cpu(), p.grad)
+
+
+@FACTS
+def constants_are_returned_on_the_device_in_the_local_view() -> None:
+    constants_are_returned("manual")
+
+
+@FACTS
+def constants_are_returned_on_the_device_in_the_global_view() -> None:
+    constants_are_returned("auto")
+
+
 test_on_four_devices = FACTS.on_devices(timeout=1800)
