@@ -45,6 +45,23 @@ def device() -> torch.device:
     return torch_xla().device()
 
 
+@functools.cache
+def decompose_for_autograd() -> None:
+    """Have operators that torch makes of others, and torch_xla has kernels for, decomposed before autograd where they
+    are traced. Autograd has no formula of them (``std``, ``kl_div``, ``selu``, ``cross``, ``diag``, ``inverse``), and
+    looks for their parts only where a device has no kernel: gradients through them were lost, without a word."""
+    torch_xla()
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
+        namespace, _, rest = name.partition("::")
+        known = has(name, "XLA") and not has(name, "AutogradXLA") and not has(name, "Autograd")
+        if namespace == "aten" and known:
+            packet, _, overload = rest.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            operator.py_kernels[torch._C.DispatchKey.AutogradXLA] = operator.decompose  # replicas may do so at once
+            operator._dispatch_cache.clear()
+
+
 # --- shardings: of dimension 0 in ``tiles`` parts, over ``devices`` in the order (part, copy of it)
 
 

@@ -58,6 +58,7 @@ class XlaEngine(Engine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        compat_xla.decompose_for_autograd()
         self.mesh = self.storage.xla_mesh
         self.unsharded.refused = self.unavailable
         self._told = False  # that no input is sharded

@@ -74,7 +74,7 @@ class XlaBackend(Backend):
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Decompose operators whose lowering in torch_xla is missing, or other than PyTorch's on CPU and CUDA
-        (BatchNorm's running variance is biased there)."""
+        (BatchNorm's running variance is biased there, and the gradient of ELU is wrong)."""
         return dict(compat.get_decompositions(list(_DECOMPOSED)))
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
@@ -86,5 +86,6 @@ _DECOMPOSED = packets(
     "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm"
     " _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
     " native_batch_norm_backward _batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update"
-    " batch_norm_backward native_dropout native_dropout_backward gelu_backward embedding_dense_backward",
+    " batch_norm_backward native_dropout native_dropout_backward gelu_backward elu_backward"
+    " embedding_dense_backward",
 )
