@@ -196,8 +196,6 @@ def test_passes_of_inductor_that_would_not_run_are_refused(name: str) -> None:
 
 
 def test_torch_does_not_keep_compiled_code_itself() -> None:
-    if not hasattr(dynamo_config, "caching_precompile"):
-        pytest.skip("torch has no such setting")
     with dynamo_config.patch(caching_precompile=True):
         check_step(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), rows(LENGTH, 4))
 

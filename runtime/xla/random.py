@@ -88,6 +88,11 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
     drawing = [node for node in module.graph.nodes if node.op == "call_function" and is_random(node)]
     if not drawing:
         return module
+    if unknown := [node.target for node in drawing if node.target not in _REPLACEMENTS]:
+        raise NotImplementedError(
+            f"{unknown[0]} draws random numbers, and backend='xla' has uniform and normal ones alone; draw with "
+            "torch.rand, torch.randn or torch.bernoulli"
+        )
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     device = next(node.meta["val"].device for node in drawing)
     with module.graph.inserting_before(first):
@@ -96,11 +101,6 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
         seeds.meta["val"] = seed(device)
     seeds.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for number, node in enumerate(drawing):
-        if node.target not in _REPLACEMENTS:
-            raise NotImplementedError(
-                f"{node.target} draws random numbers, and backend='xla' has uniform and normal ones alone; draw with "
-                "torch.rand, torch.randn or torch.bernoulli"
-            )
         node.replace_all_uses_with(_REPLACEMENTS[node.target](node, seeds, number))
         module.graph.erase_node(node)
     module.recompile()

@@ -10,7 +10,8 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from xla_launch import XlaFacts, run_xla
+from xla_compare import mesh
+from xla_launch import DEVICES, XlaFacts, run_xla
 
 FACTS = XlaFacts(__name__)
 
@@ -143,6 +144,17 @@ def test_what_the_partitioner_divides_runs_them_on_request_with_a_warning() -> N
     torch.manual_seed(0)
     expected = losses_of(Model(), lambda x: x)
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@FACTS
+def numbers_that_are_drawn_otherwise_are_refused_by_name() -> None:
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    model = graph_fsdp.compile(nn.Sequential(nn.Linear(4, 4), nn.RReLU()), axes, backend="xla")
+    with pytest.raises(NotImplementedError, match=r"rrelu_with_noise.* draws random numbers"):
+        model(shard_batch(torch.ones(8, 4), axes))  # it returns its noise, too
 
 
 test_host_fallbacks = FACTS.on_devices()

@@ -244,11 +244,11 @@ def tracing_options(
     options = {
         name: getattr(dynamo_config, name) | _logging_functions(len(vars(logging.Logger))),
         "allow_rnn": True,
+        "caching_precompile": False,
         "skip_nnmodule_hook_guards": not hooks,
         "allow_unspec_int_on_nn_module": integers,
     }
     other = {"run_gc_after_compile": False, "trace_autograd_ops": True, "invalidate_compile_context_weakrefs": True}
-    other["caching_precompile"] = False
     options |= {name: value for name, value in other.items() if hasattr(dynamo_config, name)}
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
