@@ -63,6 +63,7 @@ LONG = (
     *("test_benchmarks_of_costs", "test_pieces_ranks", "test_docs_fsdp_in_300_lines", "test_docs_pages"),
     *("test_xla_training", "test_xla_replicas", "test_xla_corners", "test_xla_auto", "test_xla_models"),
     *("test_xla_checkpoint", "test_xla_docs", "test_xla_recompilation", "test_xla_peers", "test_xla_host_fallbacks"),
+    "test_xla_operators",
 )
 
 

@@ -49,12 +49,13 @@ def device() -> torch.device:
 def decompose_for_autograd() -> None:
     """Have operators that torch makes of others, and torch_xla has kernels for, decomposed before autograd where they
     are traced. Autograd has no formula of them (``std``, ``kl_div``, ``selu``, ``cross``, ``diag``, ``inverse``), and
-    looks for their parts only where a device has no kernel: gradients through them were lost, without a word."""
+    looks for their parts only where a device has no kernel: gradients through them were lost, without a word. Nor can
+    torch_xla's own kernels for autograd be traced (``max_pool3d``)."""
     torch_xla()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
         namespace, _, rest = name.partition("::")
-        known = has(name, "XLA") and not has(name, "AutogradXLA") and not has(name, "Autograd")
+        known = (has(name, "XLA") or has(name, "AutogradXLA")) and not has(name, "Autograd")
         if namespace == "aten" and known:
             packet, _, overload = rest.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -138,8 +139,9 @@ def enter_manual(x: Tensor, devices: Sequence[int], tiles: int) -> Tensor:
 
 
 def exit_manual(x: Tensor, shape: Sequence[int], devices: Sequence[int], tiles: int) -> Tensor:
-    copy, manual = x.clone(), xlac().OpSharding([], [], [], spmd().ShardingType.MANUAL)
-    xlac()._mark_manual_sharding(copy, manual)
+    # Indices of pooling are 32-bit integers within XLA, which torch_xla gives as int64; a sum is what torch says it is.
+    copy = x.clone() if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool else x + 0
+    xlac()._mark_manual_sharding(copy, xlac().OpSharding([], [], [], spmd().ShardingType.MANUAL))
     sharding = op_sharding(tuple(devices), tiles, len(shape))
     return xlac()._spmd_shard_to_full_shape(copy, sharding, list(shape), x.dtype)
 

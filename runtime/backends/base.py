@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.analysis.kernels import packets
@@ -74,11 +74,16 @@ class XlaBackend(Backend):
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Decompose operators whose lowering in torch_xla is missing, or other than PyTorch's on CPU and CUDA
-        (BatchNorm's running variance is biased there, and the gradient of ELU is wrong)."""
-        return dict(compat.get_decompositions(list(_DECOMPOSED)))
+        (BatchNorm's running variance is biased there, ELU's gradient is wrong, and ``copy`` writes to its input)."""
+        return {**compat.get_decompositions(list(_DECOMPOSED)), aten.copy.default: _copy}
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         return number_random_operators(module)
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return what ``x.copy_(source)`` leaves in ``x``."""
+    return source.to(x.device, x.dtype).expand(x.shape).clone()
 
 
 _DECOMPOSED = packets(

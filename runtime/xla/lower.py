@@ -34,10 +34,12 @@ from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.transforms.edits import reached_from
 from graph_fsdp.runtime import whole
 from graph_fsdp.runtime.xla import operators, random
+from graph_fsdp.runtime.xla.host_fallbacks import module_of
 from graph_fsdp.runtime.xla.operators import Placement
 
 aten = torch.ops.aten
 _GATHERS = (dialect.all_gather_start, dialect.all_gather_wait)
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
 _MOVES = (aten._to_copy.default, aten.clone.default)  # of which torch_xla has no operation where it has the data
 
 
@@ -125,7 +127,10 @@ class Lowered(whole.Lowering):
             return seed
         if node.op == "output":
             return self._leave(node)
+        _check_dtypes(node)
         copy, value = super()._copy(node), node.meta.get("val")
+        if node.target is aten.view_as_real.default:  # torch_xla leaves it the layout of complex numbers
+            copy = self.call(aten.mul.Tensor, copy, 1)
         is_number = isinstance(value, Tensor) and value.is_floating_point()
         if node in self.activations and is_number and not is_view(node):
             self.newest = copy
@@ -205,6 +210,17 @@ class Lowered(whole.Lowering):
             value = self.call(aten.reshape.default, value, [1])
         shape = list(leaving.shape_outside(value.meta["val"].shape))
         return self.call(operators.exit, value, shape, list(place.devices), place.tiles)
+
+
+def _check_dtypes(node: fx.Node) -> None:
+    """Raise TypeError for a product of different dtypes, as other devices of torch do. XLA's own error names no one."""
+    if getattr(node.target, "overloadpacket", None) in _PRODUCTS:
+        dtypes = {str(operand.meta["val"].dtype): None for operand in inputs_of(node)}
+        if len(dtypes) > 1:
+            raise TypeError(
+                f"{node.target} in {module_of(node)} is given tensors of {' and '.join(dtypes)}; cast one of them in "
+                "the model's forward (mp_policy casts parameters and the inputs of units, buffers it does not)"
+            )
 
 
 def host_data(graph: Graph) -> set[fx.Node]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import GPT, MLP
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -348,46 +346,6 @@ def constants_are_returned_on_the_device_in_the_local_view() -> None:
 @FACTS
 def constants_are_returned_on_the_device_in_the_global_view() -> None:
     constants_are_returned("auto")
-
-
-# Operators of others, which torch_xla has kernels of; and one whose gradient torch_xla computes otherwise.
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "std": lambda x, w: (x @ w).std(1),
-    "kl_div": lambda x, w: F.kl_div((x @ w).log_softmax(1), x.softmax(1), reduction="none"),
-    "selu": lambda x, w: F.selu(x @ w),
-    "diag": lambda x, w: x @ torch.diag(w[0]),
-    "inverse": lambda x, w: x @ torch.inverse(w + 5 * torch.eye(len(w), device=w.device)),
-    "elu": lambda x, w: F.elu(x @ w),
-    "celu": lambda x, w: F.celu(x @ w, alpha=0.5),
-}
-
-
-class Function(nn.Module):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.weight = name, nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(FUNCTIONS[self.name](x, self.weight)).square().mean()
-
-
-@FACTS
-def operators_of_others_have_their_gradients() -> None:
-    import graph_fsdp
-    from graph_fsdp.xla import shard_batch
-
-    axes, x = mesh(DEVICES), torch.randn(8, 4)
-    for name in FUNCTIONS:
-        for sharding in ("manual", "auto"):
-            reference = Function(name)
-            model = graph_fsdp.compile(copy.deepcopy(reference), axes, backend="xla", sharding=sharding)
-            expected, found = reference(x), model(shard_batch(x, axes))
-            expected.backward()
-            found.backward()
-            assert reference.weight.grad is not None and model.weight.grad is not None
-            assert reference.weight.grad.abs().max() > 1e-4, name
-            found_gradient = model.weight.grad.cpu()
-            assert torch.allclose(found_gradient, reference.weight.grad, rtol=1e-4, atol=1e-5), (name, sharding)
 
 
 test_on_four_devices = FACTS.on_devices(timeout=1800)

@@ -1,0 +1,124 @@
+"""Operators that torch_xla computes otherwise than PyTorch does elsewhere: with ``backend="xla"`` they are the same, or
+refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from xla_compare import compare, mesh, vectors
+from xla_launch import DEVICES, XlaFacts
+
+pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
+
+FACTS = XlaFacts(__name__)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "std": lambda x, w: (x @ w).std(1),
+    "kl_div": lambda x, w: F.kl_div((x @ w).log_softmax(1), x.softmax(1), reduction="none"),
+    "selu": lambda x, w: F.selu(x @ w),
+    "diag": lambda x, w: x @ torch.diag(w[0]),
+    "inverse": lambda x, w: x @ torch.inverse(w + 5 * torch.eye(len(w), device=w.device)),
+    "elu": lambda x, w: F.elu(x @ w),
+    "celu": lambda x, w: F.celu(x @ w, alpha=0.5),
+    "max_pool1d": lambda x, w: F.max_pool1d(x @ w, 2),  # saves the indices, and saves 32-bit ones in XLA
+    "max_pool3d": lambda x, w: F.max_pool3d((x @ w).view(-1, 1, 1, 2, 2), (1, 1, 2)),
+}
+
+
+class Function(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.weight = name, nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(FUNCTIONS[self.name](x, self.weight)).square().mean()
+
+
+@FACTS
+def operators_of_others_have_their_gradients() -> None:
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes, x = mesh(DEVICES), torch.randn(8, 4)
+    for name in FUNCTIONS:
+        for sharding in ("manual", "auto"):
+            reference = Function(name)
+            model = graph_fsdp.compile(copy.deepcopy(reference), axes, backend="xla", sharding=sharding)
+            expected, found = reference(x), model(shard_batch(x, axes))
+            expected.backward()
+            found.backward()
+            assert reference.weight.grad is not None and model.weight.grad is not None
+            assert reference.weight.grad.abs().max() > 1e-4, name
+            found_gradient = model.weight.grad.cpu()
+            assert torch.allclose(found_gradient, reference.weight.grad, rtol=1e-4, atol=1e-5), (name, sharding)
+
+
+class Copied(nn.Module):
+    """Computed again in backward, it depends on a buffer as it was before forward copies into it."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(16))
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "xla":  # PyTorch would copy once more in backward
+            return checkpoint(self.scaled, x, use_reentrant=False)
+        return self.scaled(x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.level.copy_(torch.tanh(self.linear.weight.detach().sum(0) + self.level))
+        return self.linear(x * self.level.clone())
+
+
+@FACTS
+def what_is_copied_into_is_saved_as_it_was() -> None:
+    for sharding in ("manual", "auto"):
+        model = compare(Copied(), vectors, sharding=sharding)
+        assert model.model.level.min() < 1
+
+
+class Turned(nn.Module):
+    """A parameter that is read as complex numbers; its gradient is real numbers again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs, self.linear = nn.Parameter(torch.randn(16, 2)), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(self.pairs) * x
+        return self.linear(turned.real + turned.imag.sin())
+
+
+@FACTS
+def complex_numbers_leave_as_real_ones() -> None:
+    for sharding in ("manual", "auto"):
+        compare(Turned(), vectors, sharding=sharding)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double())
+
+
+@FACTS
+def products_of_two_dtypes_are_refused_by_name() -> None:
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    model = graph_fsdp.compile(nn.Sequential(nn.Linear(4, 4), Doubled(4, 4)), axes, backend="xla")
+    with pytest.raises(TypeError, match=r"addmm.* in module '1' \(Doubled\) .* torch.float32 and torch.float64; cast"):
+        model(shard_batch(torch.ones(8, 4), axes))
+
+
+test_on_four_devices = FACTS.on_devices(timeout=1800)
