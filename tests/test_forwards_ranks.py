@@ -58,6 +58,30 @@ def rows_that_the_data_chooses() -> None:
     trains_as_plain(lambda m, x: m.second(m.first(x)).masked_select(x > 0), activation_checkpointing="unit")
 
 
+class Counted(torch.autograd.Function):
+    """Its gradient of ``bias`` depends on what came in, and on no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return grads[0], x.square().sum(0)
+
+
+@FACTS
+def gradients_that_depend_on_none() -> None:
+    trains_as_plain(lambda m, x: m.second(x) + Counted.apply(x.detach().sin(), m.first.bias))
+
+
+@FACTS
+def effects_of_backward() -> None:
+    trains_as_plain(lambda m, x: m.second(x) * torch.view_as_real(torch.linalg.eigvals(m.first.weight)).square().sum())
+
+
 @FACTS.long
 def rows_that_the_data_chooses_through_inductor() -> None:
     torch.manual_seed(0)

@@ -29,6 +29,7 @@ from graph_fsdp.passes.pipeline import add_stage, collector_paused, garbage_coll
 from graph_fsdp.passes.repeat.repeat import Repeats
 from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
 from graph_fsdp.passes.transforms.activation_checkpointing import with_torchs_budget
+from graph_fsdp.passes.transforms.edits import put_inputs_first
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
 from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
 from graph_fsdp.report.report import CapturedGraph
@@ -110,6 +111,7 @@ class AotTrace:
         engine, context = self.engine, self.context
         self._alive = self._owner()
         joint = self.prepare(joint)
+        put_inputs_first(joint.graph)
         compat.take_meshes_from_forward(joint, len(joint_inputs[0]), num_fwd_outputs)
         context.forward_outputs = num_fwd_outputs
         joint_graph = Graph(joint, "joint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -108,6 +109,15 @@ def put_behind_inputs(graph: Graph, nodes: Iterable[fx.Node]) -> None:
     positions, inputs = graph.positions(), graph.placeholders
     for node in sorted(nodes, key=positions.__getitem__, reverse=True):
         inputs[-1].append(node)
+
+
+def put_inputs_first(graph: fx.Graph) -> None:
+    """Move inputs before all operators, in their order. AOTAutograd adds one where the first effect of a backward is
+    (``torch.linalg.eigvals`` has one: the error of a matrix that is singular)."""
+    inputs = graph.find_nodes(op="placeholder")
+    for before, node in itertools.pairwise(inputs):
+        if before.next is not node:
+            before.append(node)
 
 
 def behind(graph: Graph, nodes: Iterable[fx.Node], positions: dict[fx.Node, int]) -> fx.Node:

@@ -121,6 +121,10 @@ class Annotate(GraphPass):
 
 
 def mark_tangents(joint: Graph, first: int) -> None:
-    """Say that the inputs from ``first`` on are gradients of outputs, which AOTAutograd alone knows."""
+    """Say that the inputs from ``first`` on are gradients of outputs, which AOTAutograd alone knows, and that what
+    backward reduces is reduced there, also a gradient that depends on none of them: it could be computed before."""
     for node in joint.placeholders[first:]:
         set_record(node, NodeRecord(Role.TANGENT, "", "", (), nbytes(node.meta.get("val"))))
+    for node in joint.fx_graph.find_nodes(op="call_function", target=dialect.reduce_grad):
+        if node.meta.get("partitioner_tag") == "is_backward":
+            node.meta["partitioner_tag"] = "must_be_in_backward"
