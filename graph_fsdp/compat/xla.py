@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import aot_autograd
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.utils import _mode_utils
 
-# Reads of a value on the host, which every program does that prints its loss.
-_HARMLESS_FALLBACKS = frozenset({"aten::_local_scalar_dense"})
 _DUMP = "XLA_DUMP_POST_OPTIMIZATIONS"
+_NO_DISPATCH = _mode_utils.no_dispatch
 
 
 torch_xla = functools.partial(importlib.import_module, "torch_xla")
@@ -55,7 +56,7 @@ def decompose_for_autograd() -> None:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
         namespace, _, rest = name.partition("::")
-        known = (has(name, "XLA") or has(name, "AutogradXLA")) and not has(name, "Autograd")
+        known = has(name, "AutogradXLA") or (has(name, "XLA") and not has(name, "Autograd"))
         if namespace == "aten" and known:
             packet, _, overload = rest.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -139,9 +140,8 @@ def enter_manual(x: Tensor, devices: Sequence[int], tiles: int) -> Tensor:
 
 
 def exit_manual(x: Tensor, shape: Sequence[int], devices: Sequence[int], tiles: int) -> Tensor:
-    # Indices of pooling are 32-bit integers within XLA, which torch_xla gives as int64; a sum is what torch says it is.
-    copy = x.clone() if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool else x + 0
-    xlac()._mark_manual_sharding(copy, xlac().OpSharding([], [], [], spmd().ShardingType.MANUAL))
+    copy, manual = x.clone(), xlac().OpSharding([], [], [], spmd().ShardingType.MANUAL)
+    xlac()._mark_manual_sharding(copy, manual)
     sharding = op_sharding(tuple(devices), tiles, len(shape))
     return xlac()._spmd_shard_to_full_shape(copy, sharding, list(shape), x.dtype)
 
@@ -228,8 +228,7 @@ def drop_pending() -> None:
 def fallback_counts() -> dict[str, int]:
     """Count how often each operator has run on the host so far, for want of an implementation on XLA."""
     metrics = importlib.import_module("torch_xla.debug.metrics")
-    executed = set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
-    return {operator: metrics.counter_value(operator) or 0 for operator in sorted(executed)}
+    return {name: metrics.counter_value(name) or 0 for name in sorted(metrics.executed_fallback_ops())}
 
 
 # --- what XLA compiled
@@ -299,6 +298,28 @@ def backward_compiled_with_forward() -> Iterator[None]:
         return kind(*args, **{**kwargs, "force_non_lazy_backward_lowering": True})
 
     with unittest.mock.patch.object(aot_autograd, "AOTConfig", eager):
+        yield
+
+
+@contextlib.contextmanager
+def in_place_views() -> Iterator[None]:
+    """For a time, let AOTAutograd trace ``transpose_``, ``unsqueeze_`` and others that change what a tensor says of
+    itself. It has them change its own wrapper, too, which torch_xla's kernels do not know; those of any device do."""
+    mode, of_torch, keys = FunctionalTensorMode, FunctionalTensorMode.__torch_dispatch__, torch._C.DispatchKey
+    of_xla = torch._C.DispatchKeySet(keys.XLA) | torch._C.DispatchKeySet(keys.AutogradXLA)
+
+    @contextlib.contextmanager
+    def no_dispatch() -> Iterator[None]:
+        with _NO_DISPATCH(), torch._C._ExcludeDispatchKeyGuard(of_xla):
+            yield
+
+    def dispatched(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.Tag.inplace_view not in func.tags:
+            return of_torch(self, func, *args, **kwargs)
+        with unittest.mock.patch.object(_mode_utils, "no_dispatch", no_dispatch):
+            return of_torch(self, func, *args, **kwargs)
+
+    with unittest.mock.patch.object(mode, "__torch_dispatch__", dispatched):
         yield
 
 

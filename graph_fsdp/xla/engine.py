@@ -84,7 +84,8 @@ class XlaEngine(Engine):
     def _compile_graph(
         self, key: CaptureKey, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        call = Engine._compile_graph(self, key, module, example_inputs)
+        with compat_xla.in_place_views():
+            call = Engine._compile_graph(self, key, module, example_inputs)
 
         def on_devices(*args: Any) -> Any:
             return call(*map(self._real, args))

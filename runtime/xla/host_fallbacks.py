@@ -1,7 +1,8 @@
-"""torch_xla runs operators that XLA has no implementation of on the host.
+"""torch_xla runs operators that XLA has no implementation of on the host, and computes some otherwise than PyTorch.
 
-In the part of a program that each device runs by itself (``operators.py``) that aborts the process. So each kind of
-call is tried before, once, by itself on zeros; torch_xla counts those that run on the host (docs/decisions/devices.md).
+In the part of a program that each device runs by itself (``operators.py``) the first aborts the process. So each kind
+of call is tried before, once, by itself on zeros; torch_xla counts those that run on the host, and what they return has
+to have PyTorch's shape (docs/decisions/devices.md).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, Literal
 
 import torch
@@ -17,16 +19,19 @@ from torch import Tensor, fx
 
 from graph_fsdp.compat import OpOverload
 from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.passes.ir import ctc
 from graph_fsdp.passes.ir.operands import function
 from graph_fsdp.passes.ir.unit_calls import innermost_module
 
 OnHostFallback = Literal["error", "warn"]
 
+aten = torch.ops.aten
 _OURS = frozenset({"graph_fsdp", "graph_fsdp_xla", "_c10d_functional"})
+_OF_MODELS = (ctc.ctc_loss, ctc.ctc_loss_backward)  # which are operators of others
 
 
 class HostFallbackError(NotImplementedError):
-    """A model uses operators that XLA does not have."""
+    """A model uses operators that XLA does not have, or has otherwise than PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +46,38 @@ class HostFallback:
 
 
 def find_host_fallbacks(graph: fx.Graph) -> list[HostFallback]:
-    """Find a graph's ATen operators that would run on the host, in the order of use. Nodes have their fake values."""
-    known: dict[Any, list[str]] = {}
+    """Find a graph's ATen operators that would run on the host, in the order of use. Nodes have their fake values.
+
+    Raises:
+        HostFallbackError: what torch_xla makes of an operator has another shape than what PyTorch does.
+    """
+    known: dict[Any, tuple[list[str], Any]] = {}
     found: dict[HostFallback, None] = {}
     device = compat_xla.device()
     with torch.no_grad(), compat_xla.lazily():
         for node in graph.nodes:
-            if not isinstance(node.target, OpOverload) or node.target.namespace in _OURS:
+            if not _is_of_model(node):
                 continue
             key = (node.target, fx.map_arg((node.args, node.kwargs), _kind).__repr__())
             if key not in known:
-                known[key] = _fallbacks_of(node, device)
-            for operator in known[key]:
-                found[HostFallback(operator, module_of(node))] = None
+                known[key] = _tried(node, device)
+            on_host, shapes = known[key]
+            for name in [f"{node.target} to the host"] if _moves_to_host(node) else on_host:
+                found[HostFallback(name, module_of(node))] = None
+            if not on_host:
+                _check_shapes(node, shapes)
     return list(found)
+
+
+def _is_of_model(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and (node.target.namespace not in _OURS or node.target in _OF_MODELS)
+
+
+def _moves_to_host(node: fx.Node) -> bool:
+    devices = [
+        n.meta["val"].device.type for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)
+    ]
+    return devices[:1] != ["xla"] and "xla" in devices
 
 
 def _kind(node: fx.Node) -> Any:
@@ -62,19 +85,63 @@ def _kind(node: fx.Node) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
 
-def _fallbacks_of(node: fx.Node, device: torch.device) -> list[str]:
-    """Name what runs on the host in one call of a node's operator."""
-
-    def zeros(source: fx.Node) -> Any:
-        value = source.meta.get("val")
-        return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), zeros)
-    before = compat_xla.fallback_counts()
-    with contextlib.suppress(Exception):  # what zeros cannot stand for: the graph itself will say
-        function(node)(*args, **kwargs)
+def _tried(node: fx.Node, device: torch.device) -> tuple[list[str], Any]:
+    """Name what runs on the host in one call of a node's operator, and return the shapes of what it returns."""
+    before, result = compat_xla.fallback_counts(), None
+    for number in (0, 1):  # ones where zeros can stand for nothing, as for lengths of ``ctc_loss``
+        with contextlib.suppress(Exception):  # the graph itself will say
+            result = _called(node, device, number)
+            break
     after = compat_xla.fallback_counts()
-    return [operator for operator, count in after.items() if count != before.get(operator, 0)]
+    on_host = [name for name, count in after.items() if count != before.get(name, 0)]
+    return on_host, [x.shape if isinstance(x, Tensor) else None for x in _results(result)]
+
+
+def _check_shapes(node: fx.Node, shapes: Sequence[torch.Size | None]) -> None:
+    """Raise HostFallbackError if a result that others read has another shape than in the graph. What tells errors of
+    linear algebra has another on XLA, where none are found."""
+    items = {user.args[1]: user for user in node.users if user.target is getitem}
+    for place, (shape, expected) in enumerate(zip(shapes, _results(node.meta.get("val")), strict=False)):
+        if shape is None or not isinstance(expected, Tensor) or shape == expected.shape:
+            continue
+        readers = items[place].users if place in items else {} if items else node.users
+        if any(user.target is not aten._linalg_check_errors.default for user in readers):
+            raise HostFallbackError(
+                f"torch_xla makes a tensor of shape {list(shape)}, and PyTorch one of {list(expected.shape)}, of "
+                f"{HostFallback(str(node.target), module_of(node))}; write it with other operators"
+            )
+
+
+def _results(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _called(node: fx.Node, device: torch.device, number: int = 0) -> Any:
+    """Call a node's operator by itself, on tensors that are full of ``number``."""
+
+    def full(source: fx.Node) -> Any:
+        value = source.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        return torch.full(value.shape, number, dtype=value.dtype, device=device)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), full)
+    return function(node)(*args, **kwargs)
+
+
+def name_what_fails(graph: fx.Graph) -> None:
+    """Raise HostFallbackError for the first ATen operator that cannot be called or compiled by itself."""
+    device = compat_xla.device()
+    with torch.no_grad(), compat_xla.lazily():
+        for node in graph.nodes:
+            if not _is_of_model(node):
+                continue
+            try:
+                compat_xla.compile_pending([x for x in _results(_called(node, device)) if isinstance(x, Tensor)])
+            except (RuntimeError, ValueError) as error:
+                text = " ".join(str(error).partition("Exception raised from")[0].split())
+                what = HostFallback(str(node.target), module_of(node))
+                raise HostFallbackError(f"XLA fails at {what}: {text}; write it with other operators") from error
 
 
 def report(found: Sequence[HostFallback], on_host_fallback: OnHostFallback, *, can_run: bool) -> None:

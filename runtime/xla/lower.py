@@ -131,6 +131,8 @@ class Lowered(whole.Lowering):
         copy, value = super()._copy(node), node.meta.get("val")
         if node.target is aten.view_as_real.default:  # torch_xla leaves it the layout of complex numbers
             copy = self.call(aten.mul.Tensor, copy, 1)
+        elif node.target is operator.getitem and isinstance(value, Tensor) and value.dtype is torch.int64:
+            copy = self.call(aten.add.Tensor, copy, 0)  # indices of pooling have 32 bits within XLA
         is_number = isinstance(value, Tensor) and value.is_floating_point()
         if node in self.activations and is_number and not is_view(node):
             self.newest = copy

@@ -47,7 +47,7 @@ from graph_fsdp.runtime.ranks.agreement import RankDisagreement
 from graph_fsdp.runtime.regions.regions import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
-from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, name_what_fails, report
 from graph_fsdp.runtime.xla.lower import Lowered
 from graph_fsdp.runtime.xla.operators import same_placement
 
@@ -164,6 +164,9 @@ class XlaProgram(WholeProgram):
                 outputs = list(self.lowered.module(*fresh))
             places = self._matched(fresh, outputs)
             key = compat_xla.compile_pending(outputs)
+        except (RuntimeError, ValueError):
+            name_what_fails(self.lowered.module.graph)
+            raise
         finally:
             compat_xla.drop_pending()
         self.cache.compiled += 1

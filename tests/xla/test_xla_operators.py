@@ -4,6 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -27,8 +28,14 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "inverse": lambda x, w: x @ torch.inverse(w + 5 * torch.eye(len(w), device=w.device)),
     "elu": lambda x, w: F.elu(x @ w),
     "celu": lambda x, w: F.celu(x @ w, alpha=0.5),
-    "max_pool1d": lambda x, w: F.max_pool1d(x @ w, 2),  # saves the indices, and saves 32-bit ones in XLA
+    "max_pool1d": lambda x, w: F.max_pool1d(x @ w, 2),  # saves the indices, which have 32 bits in XLA
+    "indices": lambda x, w: x @ w + F.max_pool2d((x @ w).view(-1, 1, 2, 2), 2, return_indices=True)[1].view(-1, 1),
     "max_pool3d": lambda x, w: F.max_pool3d((x @ w).view(-1, 1, 1, 2, 2), (1, 1, 2)),
+    "amax": lambda x, w: x @ w * w.amax() + torch.norm(w, math.inf) * w.mean([]),
+    "count_nonzero": lambda x, w: x @ w * w.count_nonzero(),
+    "nansum": lambda x, w: x @ w + (x @ w).log().nansum(1, keepdim=True),
+    "in place": lambda x, w: (x @ w).unsqueeze_(0).transpose_(0, 1).squeeze_(1),
+    "quantile": lambda x, w: torch.quantile(x @ w, 0.3, dim=1),
 }
 
 
@@ -103,6 +110,48 @@ class Turned(nn.Module):
 def complex_numbers_leave_as_real_ones() -> None:
     for sharding in ("manual", "auto"):
         compare(Turned(), vectors, sharding=sharding)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "another shape": (
+        lambda x: torch.linalg.svdvals(x.view(-1, 2, 2)),
+        r"a tensor of shape \[2\], and PyTorch one of \[2, 2\], of aten._linalg_svd.*used by module '0' \(Calls\)",
+    ),
+    "an error of torch_xla": (
+        lambda x: x * torch.cumsum(x.sum(), 0),
+        r"XLA fails at aten.cumsum.default, used by module '0' \(Calls\): Value out of range .*; write it with other",
+    ),
+    "to the host": (lambda x: x.cpu() * 2, r"aten._to_copy.default to the host, used by module '0' \(Calls\)"),
+    "read by the host": (
+        lambda x: x * torch.linspace(x.sum(), 1.0, 4, device=x.device),
+        r"aten::_local_scalar_dense, used by module '0' \(Calls\)",
+    ),
+    "on the host in a kernel of ours": (
+        lambda x: F.ctc_loss(x.log_softmax(1), torch.ones(1, dtype=torch.int64, device=x.device), (2,), (1,)),
+        "1 of the model's operators: aten::_ctc_loss, used by module '0'",
+    ),
+}
+
+
+@FACTS
+def what_torch_xla_computes_otherwise_is_refused_by_name() -> None:
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    for function, message in REFUSED.values():
+        model = graph_fsdp.compile(nn.Sequential(Calls(function)), axes, backend="xla")
+        with pytest.raises(graph_fsdp.HostFallbackError, match=message):
+            model(shard_batch(torch.rand(8, 4), axes))
 
 
 class Doubled(nn.Linear):
