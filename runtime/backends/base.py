@@ -3,20 +3,16 @@ which compiles each graph whole, as one program of all of its devices, it is onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from graph_fsdp import compat
-from graph_fsdp.passes.analysis.kernels import packets
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph
+from graph_fsdp.runtime.xla.decompositions import decompositions
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.runtime.xla.random import number_random_operators
-
-aten = torch.ops.aten
 
 
 class Backend:
@@ -73,50 +69,7 @@ class XlaBackend(Backend):
         self.on_host_fallback = on_host_fallback
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
-        """Decompose operators whose lowering in torch_xla is missing, or other than PyTorch's on CPU and CUDA
-        (BatchNorm's running variance is biased there, ELU's gradient is wrong, ``copy`` writes to its input,
-        ``as_strided_scatter`` takes strides for an order of dimensions, and a reduction over no dimension reduces none,
-        where PyTorch's is over all)."""
-        reductions = {operator: _over_all_dimensions(operator) for operator in _REDUCTIONS}
-        ours = {aten.copy.default: _copy, aten.as_strided_scatter.default: _as_strided_scatter}
-        return {**compat.get_decompositions(list(_DECOMPOSED)), **reductions, **ours}
+        return decompositions()
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         return number_random_operators(module)
-
-
-def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return what ``x.copy_(source)`` leaves in ``x``."""
-    return source.to(x.device, x.dtype).expand(x.shape).clone()
-
-
-def _as_strided_scatter(
-    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Tensor:
-    if not x.is_contiguous():
-        return NotImplemented
-    places = torch.arange(x.numel(), device=x.device).as_strided(size, stride, storage_offset or 0)
-    return x.reshape(-1).index_put((places.reshape(-1),), source.reshape(-1)).view(x.shape)
-
-
-def _over_all_dimensions(operator: compat.OpOverload[..., Any]) -> Callable[..., Any]:
-    def reduced(x: Tensor, dim: Sequence[int] | None = (), *args: Any, **kwargs: Any) -> Any:
-        if dim is None or len(dim) or not x.dim():
-            return NotImplemented  # it stays as it is
-        return operator(x, list(range(x.dim())), *args, **kwargs)
-
-    return reduced
-
-
-_REDUCTIONS = (
-    *(aten.amax.default, aten.amin.default, aten.sum.dim_IntList, aten.mean.dim),
-    *(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction),
-)
-_DECOMPOSED = packets(
-    aten,
-    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm"
-    " _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
-    " native_batch_norm_backward _batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update"
-    " batch_norm_backward native_dropout native_dropout_backward gelu_backward elu_backward norm linalg_vector_norm"
-    " embedding_dense_backward nansum count_nonzero",
-)

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from graph_fsdp.compat import OpOverload
 from graph_fsdp.compat import xla as compat_xla
-from graph_fsdp.passes.ir import ctc
+from graph_fsdp.passes.ir import ctc, recurrent
 from graph_fsdp.passes.ir.operands import function
 from graph_fsdp.passes.ir.unit_calls import innermost_module
 
@@ -27,7 +27,9 @@ OnHostFallback = Literal["error", "warn"]
 
 aten = torch.ops.aten
 _OURS = frozenset({"graph_fsdp", "graph_fsdp_xla", "_c10d_functional"})
-_OF_MODELS = (ctc.ctc_loss, ctc.ctc_loss_backward)  # which are operators of others
+_OF_MODELS = frozenset(  # which stand for operators of torch
+    {ctc.ctc_loss, ctc.ctc_loss_backward, recurrent.recurrent_layer, recurrent.recurrent_layer_backward}
+)
 
 
 class HostFallbackError(NotImplementedError):
@@ -56,7 +58,7 @@ def find_host_fallbacks(graph: fx.Graph) -> list[HostFallback]:
     device = compat_xla.device()
     with torch.no_grad(), compat_xla.lazily():
         for node in graph.nodes:
-            if not _is_of_model(node):
+            if not is_of_model(node):
                 continue
             key = (node.target, fx.map_arg((node.args, node.kwargs), _kind).__repr__())
             if key not in known:
@@ -69,7 +71,8 @@ def find_host_fallbacks(graph: fx.Graph) -> list[HostFallback]:
     return list(found)
 
 
-def _is_of_model(node: fx.Node) -> bool:
+def is_of_model(node: fx.Node) -> bool:
+    """Say whether a node calls an operator of the model, and not one of ours that communicates or moves."""
     return isinstance(node.target, OpOverload) and (node.target.namespace not in _OURS or node.target in _OF_MODELS)
 
 
@@ -134,7 +137,7 @@ def name_what_fails(graph: fx.Graph) -> None:
     device = compat_xla.device()
     with torch.no_grad(), compat_xla.lazily():
         for node in graph.nodes:
-            if not _is_of_model(node):
+            if not is_of_model(node):
                 continue
             try:
                 compat_xla.compile_pending([x for x in _results(_called(node, device)) if isinstance(x, Tensor)])

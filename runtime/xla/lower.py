@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.compat import inputs_of
+from graph_fsdp.compat import OpOverload, inputs_of
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
@@ -34,7 +34,7 @@ from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.transforms.edits import reached_from
 from graph_fsdp.runtime import whole
 from graph_fsdp.runtime.xla import operators, random
-from graph_fsdp.runtime.xla.host_fallbacks import module_of
+from graph_fsdp.runtime.xla.host_fallbacks import is_of_model, module_of
 from graph_fsdp.runtime.xla.operators import Placement
 
 aten = torch.ops.aten
@@ -129,6 +129,8 @@ class Lowered(whole.Lowering):
             return self._leave(node)
         _check_dtypes(node)
         copy, value = super()._copy(node), node.meta.get("val")
+        if is_of_model(node) and isinstance(node.target, OpOverload) and node.target.namespace != "aten":
+            self._clone_inputs(copy)
         if node.target is aten.view_as_real.default:  # torch_xla leaves it the layout of complex numbers
             copy = self.call(aten.mul.Tensor, copy, 1)
         elif node.target is operator.getitem and isinstance(value, Tensor) and value.dtype is torch.int64:
@@ -137,6 +139,13 @@ class Lowered(whole.Lowering):
         if node in self.activations and is_number and not is_view(node):
             self.newest = copy
         return copy
+
+    def _clone_inputs(self, node: fx.Node) -> None:
+        """Give an operator whose kernel is made of others no views: torch_xla loses where these begin."""
+        for value in node.all_input_nodes:
+            if isinstance(value.meta.get("val"), Tensor):
+                with self.fx_graph.inserting_before(node):
+                    node.replace_input_with(value, self.call(aten.clone.default, value))
 
     def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
         gathered = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max_pool3d": lambda x, w: F.max_pool3d((x @ w).view(-1, 1, 1, 2, 2), (1, 1, 2)),
     "amax": lambda x, w: x @ w * w.amax() + torch.norm(w, math.inf) * w.mean([]),
     "count_nonzero": lambda x, w: x @ w * w.count_nonzero(),
+    "glu": lambda x, w: F.glu(F.huber_loss(x, x @ w, reduction="none")),
     "nansum": lambda x, w: x @ w + (x @ w).log().nansum(1, keepdim=True),
     "in place": lambda x, w: (x @ w).unsqueeze_(0).transpose_(0, 1).squeeze_(1),
     "quantile": lambda x, w: torch.quantile(x @ w, 0.3, dim=1),
@@ -92,6 +94,30 @@ def what_is_copied_into_is_saved_as_it_was() -> None:
     for sharding in ("manual", "auto"):
         model = compare(Copied(), vectors, sharding=sharding)
         assert model.model.level.min() < 1
+
+
+class Recurrent(nn.Module):
+    """Learns the states that both layers begin with, and uses those that they end with."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.recurrence, self.begin = kind(4, 5, num_layers=2, batch_first=True), nn.Parameter(torch.randn(2, 1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        begin: Any = self.begin.expand(-1, len(x), -1).contiguous()
+        output, end = self.recurrence(x.view(-1, 4, 4), (begin, begin * 2) if self.is_lstm else begin)
+        return output[:, -1] + (end[0] if self.is_lstm else end)[0]
+
+    @property
+    def is_lstm(self) -> bool:
+        return isinstance(self.recurrence, nn.LSTM)
+
+
+@FACTS
+def layers_of_recurrences_have_their_own_states() -> None:
+    for kind in (nn.RNN, nn.LSTM):
+        for sharding in ("manual", "auto"):
+            compare(Recurrent(kind), vectors, steps=3, sharding=sharding)
 
 
 class Turned(nn.Module):

@@ -1,0 +1,72 @@
+"""Operators whose lowering in torch_xla is missing, or other than PyTorch's on CPU and CUDA, are made of others.
+
+| operator | in torch_xla 2.9 |
+|---|---|
+| ``native_batch_norm`` and its kind | the running variance is biased |
+| ``elu_backward`` | wrong for negative inputs |
+| ``copy``, which a trace has for ``copy_`` | writes to its input, which may be saved as it was |
+| ``as_strided_scatter`` | takes strides for an order of dimensions |
+| ``amax`` and other reductions over no dimension | reduce none; PyTorch's are over all |
+| ``norm`` | wrong where it is infinite |
+| others of ``_BY_TORCH`` | missing, or slower |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graph_fsdp import compat
+from graph_fsdp.passes.analysis.kernels import packets
+
+aten = torch.ops.aten
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return operator → decomposition, for AOTAutograd."""
+    reductions = {operator: _over_all_dimensions(operator) for operator in _REDUCTIONS}
+    ours: dict[Any, Callable[..., Any]] = {
+        aten.copy.default: _copy,
+        aten.as_strided_scatter.default: _as_strided_scatter,
+    }
+    return {**compat.get_decompositions(list(_BY_TORCH)), **reductions, **ours}
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return what ``x.copy_(source)`` leaves in ``x``."""
+    return source.to(x.device, x.dtype).expand(x.shape).clone()
+
+
+def _as_strided_scatter(x: Tensor, source: Tensor, *view: Any, **offset: Any) -> Any:
+    if not x.is_contiguous():
+        return NotImplemented  # it stays as it is
+    places = torch.arange(x.numel(), device=x.device).as_strided(*view, **offset)
+    return x.reshape(-1).index_put((places.reshape(-1),), source.reshape(-1)).view(x.shape)
+
+
+def _over_all_dimensions(operator: compat.OpOverload[..., Any]) -> Callable[..., Any]:
+    def reduced(x: Tensor, dim: Sequence[int] | None = (), *args: Any, **kwargs: Any) -> Any:
+        if dim is None or len(dim) or not x.dim():
+            return NotImplemented
+        return operator(x, list(range(x.dim())), *args, **kwargs)
+
+    return reduced
+
+
+_REDUCTIONS = (
+    *(aten.amax.default, aten.amin.default, aten.sum.dim_IntList, aten.mean.dim),
+    *(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction),
+)
+_BY_TORCH = packets(
+    aten,
+    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm"
+    " _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
+    " native_batch_norm_backward _batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update"
+    " batch_norm_backward native_dropout native_dropout_backward gelu_backward elu_backward norm linalg_vector_norm"
+    " embedding_dense_backward nansum count_nonzero addmv channel_shuffle col2im gcd glu_backward huber_loss"
+    " huber_loss_backward im2col isneginf isposinf lcm linalg_cross logaddexp logit_backward renorm sinc"
+    " special_xlog1py vdot",
+)
