@@ -6,6 +6,10 @@ shares memory with another live tensor (after ``clone``, ``copy_`` or a replay t
 of the program, and training would go on with its first value. So a graph is run lazily on fresh tensors of the same
 shapes, dtypes and shardings; and what it is found to be computed from must be these.
 
+[Note: keys]
+torch_xla knows a program by a key that does not say which uses of inputs are uses of one: ``(a * b, a, b)`` and
+``(a * b, b, a)`` have the same, and the program of the first to be compiled. So it is known here which graph has a key.
+
 XLA merges, moves and replaces a graph's collectives. What it ran is therefore read in its optimized program (HLO),
 after the partitioner and all of its passes, as one device executes it.
 
@@ -35,10 +39,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.canonical_form import canonical_form, digest
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import layout_of
 from graph_fsdp.passes.ir.operands import argument
@@ -72,6 +77,24 @@ class Compilation:
 
     def __str__(self) -> str:
         return f"{self.cause} ({self.seconds:.1f} s)"
+
+
+_STRUCTURES: dict[Any, str] = {}  # key of a program → the structure of its graph; see [Note: keys]
+
+
+def _own_key(outputs: list[Tensor], structure: str) -> Any:
+    """Return the key of what ``outputs`` are pending on. Where that is the key of another graph they have one more,
+    which nothing reads."""
+    while _STRUCTURES.setdefault(key := compat_xla.pending_key(outputs), structure) != structure:
+        outputs.append(torch.zeros((), device=outputs[0].device))
+    return key
+
+
+def _structure(graph: fx.Graph) -> str:
+    """Say what a lowered graph computes of which inputs, up to names."""
+    body = [node for node in graph.nodes if node.op != "placeholder"]
+    parts, _ = canonical_form(graph.find_nodes(op="placeholder"), body, lambda node: node.op, lambda n: str(n.target))
+    return digest(parts)
 
 
 class XlaProgram(WholeProgram):
@@ -162,8 +185,9 @@ class XlaProgram(WholeProgram):
         try:
             with torch.no_grad(), compat_xla.lazily():
                 outputs = list(self.lowered.module(*fresh))
+                key = _own_key(outputs, _structure(self.lowered.module.graph))
             places = self._matched(fresh, outputs)
-            key = compat_xla.compile_pending(outputs)
+            compat_xla.compile_pending(outputs)
         except (RuntimeError, ValueError):
             name_what_fails(self.lowered.module.graph)
             raise

@@ -121,6 +121,30 @@ def layers_of_recurrences_have_their_own_states() -> None:
             compare(Recurrent(kind), vectors, steps=3, sharding=sharding)
 
 
+class Pair(nn.Module):
+    """Two parameters of one shape; what their product is made by says which of them is saved first for backward."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.p, self.q, self.product = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16)), product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.p * 1, self.q * 1) + x.sum() * 0
+
+
+@FACTS
+def graphs_that_return_inputs_in_another_order_are_no_one_program() -> None:
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    for product in (torch.vdot, torch.dot):
+        model = Pair(product)
+        q = model.q.detach().clone()
+        graph_fsdp.compile(model, axes, backend="xla", sharding="auto")(shard_batch(torch.ones(8, 2), axes)).backward()
+        assert model.p.grad is not None and torch.allclose(model.p.grad.cpu(), q), product
+
+
 class Turned(nn.Module):
     """A parameter that is read as complex numbers; its gradient is real numbers again."""
 
