@@ -7,8 +7,8 @@
 | ``copy``, which a trace has for ``copy_`` | writes to its input, which may be saved as it was |
 | ``as_strided_scatter`` | takes strides for an order of dimensions |
 | ``amax`` and other reductions over no dimension | reduce none; PyTorch's are over all |
-| ``norm`` | wrong where it is infinite |
-| others of ``_BY_TORCH`` | missing, or slower |
+| ``norm`` | wrong where its order is infinite |
+| others | missing, with some arguments at least, or with a gradient that is |
 """
 
 from __future__ import annotations

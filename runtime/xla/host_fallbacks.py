@@ -60,8 +60,7 @@ def find_host_fallbacks(graph: fx.Graph) -> list[HostFallback]:
         for node in graph.nodes:
             if not is_of_model(node):
                 continue
-            key = (node.target, fx.map_arg((node.args, node.kwargs), _kind).__repr__())
-            if key not in known:
+            if (key := _call(node)) not in known:
                 known[key] = _tried(node, device)
             on_host, shapes = known[key]
             for name in [f"{node.target} to the host"] if _moves_to_host(node) else on_host:
@@ -81,6 +80,11 @@ def _moves_to_host(node: fx.Node) -> bool:
         n.meta["val"].device.type for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)
     ]
     return devices[:1] != ["xla"] and "xla" in devices
+
+
+def _call(node: fx.Node) -> tuple[Any, str]:
+    """Describe a call by its operator and what it is given: calls of one description differ in values alone."""
+    return node.target, repr(fx.map_arg((node.args, node.kwargs), _kind))
 
 
 def _kind(node: fx.Node) -> Any:
@@ -103,7 +107,7 @@ def _tried(node: fx.Node, device: torch.device) -> tuple[list[str], Any]:
 def _check_shapes(node: fx.Node, shapes: Sequence[torch.Size | None]) -> None:
     """Raise HostFallbackError if a result that others read has another shape than in the graph. What tells errors of
     linear algebra has another on XLA, where none are found."""
-    items = {user.args[1]: user for user in node.users if user.target is getitem}
+    items = {place: user for user in node.users if user.target is getitem for _, place in [user.args]}
     for place, (shape, expected) in enumerate(zip(shapes, _results(node.meta.get("val")), strict=False)):
         if shape is None or not isinstance(expected, Tensor) or shape == expected.shape:
             continue
@@ -135,10 +139,11 @@ def _called(node: fx.Node, device: torch.device, number: int = 0) -> Any:
 def name_what_fails(graph: fx.Graph) -> None:
     """Raise HostFallbackError for the first ATen operator that cannot be called or compiled by itself."""
     device = compat_xla.device()
+    calls: dict[Any, fx.Node] = {}
+    for node in filter(is_of_model, graph.nodes):
+        calls.setdefault(_call(node), node)
     with torch.no_grad(), compat_xla.lazily():
-        for node in graph.nodes:
-            if not is_of_model(node):
-                continue
+        for node in calls.values():
             try:
                 compat_xla.compile_pending([x for x in _results(_called(node, device)) if isinstance(x, Tensor)])
             except (RuntimeError, ValueError) as error:

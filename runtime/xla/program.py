@@ -188,8 +188,9 @@ class XlaProgram(WholeProgram):
                 key = _own_key(outputs, _structure(self.lowered.module.graph))
             places = self._matched(fresh, outputs)
             compat_xla.compile_pending(outputs)
-        except (RuntimeError, ValueError):
-            name_what_fails(self.lowered.module.graph)
+        except (RuntimeError, ValueError) as error:
+            if not isinstance(error, BakedInputError):
+                name_what_fails(self.lowered.module.graph)
             raise
         finally:
             compat_xla.drop_pending()
