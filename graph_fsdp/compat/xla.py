@@ -196,21 +196,13 @@ def graph_inputs(outputs: Sequence[Tensor]) -> list[tuple[int, Any]]:
     return list(zip(*xlac()._get_tensors_xla_device_data_node(list(outputs)), strict=True))
 
 
-def pending_key(outputs: Sequence[Tensor]) -> Any:
-    """Return the key of the graph that ``outputs`` are pending on. It says what is computed of which inputs as if each
-    use of an input were an input of its own, so that graphs that return two inputs in another order have one key."""
-    with _aliases():
-        return xlac()._get_graph_hash(list(outputs))
-
-
-def compile_pending(outputs: Sequence[Tensor]) -> None:
-    """Compile the graph that ``outputs`` are pending on, if no graph of its key was; ``run_compiled`` takes the key."""
-    with _aliases():
+def compile_pending(outputs: Sequence[Tensor]) -> Any:
+    """Compile the graph that ``outputs`` are pending on; return its key for ``run_compiled``."""
+    context = importlib.import_module("torch_xla.utils.buffer_donor_context")
+    with context.alias_with_buffer_donor_config():
+        key = xlac()._get_graph_hash(list(outputs))
         xlac()._xla_warm_up_cache(list(outputs), [])
-
-
-def _aliases() -> contextlib.AbstractContextManager[Any]:
-    return importlib.import_module("torch_xla.utils.buffer_donor_context").alias_with_buffer_donor_config()
+    return key
 
 
 class ProgramDroppedError(RuntimeError):

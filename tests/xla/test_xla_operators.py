@@ -121,6 +121,29 @@ def layers_of_recurrences_have_their_own_states() -> None:
             compare(Recurrent(kind), vectors, steps=3, sharding=sharding)
 
 
+class Sliced(nn.Module):
+    """Gives an operator of a user's own a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.linear = nn.Parameter(torch.randn(2, 16)), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.ops.xla_operators.scaled(x, self.scales.detach()[1:2])[:, :5]
+
+
+@FACTS
+def operators_of_users_have_their_slices() -> None:
+    @torch.library.custom_op("xla_operators::scaled", mutates_args=())
+    def scaled(x: Tensor, scales: Tensor) -> Tensor:
+        return x * scales.unbind(0)[0].sin()
+
+    scaled.register_fake(lambda x, scales: torch.empty_like(x))
+
+    for sharding in ("manual", "auto"):
+        compare(Sliced(), vectors, steps=2, sharding=sharding)
+
+
 class Pair(nn.Module):
     """Two parameters of one shape; what their product is made by says which of them is saved first for backward."""
 
