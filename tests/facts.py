@@ -110,4 +110,5 @@ def check_all(module: str, names: Collection[str] | None = None) -> dict[str, st
             function()
         except Exception:
             failures[name] = traceback.format_exc()
+            traceback.print_exc()  # in what a rank wrote last, if others wait for it until the launch's timeout
     return failures

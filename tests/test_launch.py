@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shuffle
+from facts import Facts, check_all
 from launch import run_ranks
 from torch._dynamo.utils import compilation_time_metrics, counters
 
@@ -102,8 +103,19 @@ def fails_on_rank_1(folder: str) -> None:
 def hangs_on_rank_0(folder: str) -> None:
     print(f"rank {dist.get_rank()} is here", flush=True)
     (Path(folder) / str(os.getpid())).touch()
+    dist.barrier()
     if dist.get_rank() == 0:
         dist.recv(torch.zeros(1), src=1)
+
+
+FACTS = Facts(__name__)
+
+
+@FACTS
+def fails_on_rank_1_where_rank_0_waits_for_it() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the cause of the timeout")
+    dist.barrier()
 
 
 def hangs_alone(folder: str) -> None:
@@ -184,23 +196,29 @@ def test_an_exception_on_one_rank_is_raised_and_everything_is_killed(scratch: Pa
     assert list(scratch.iterdir()) == []
 
 
-def test_a_timeout_kills_everything_and_shows_where_each_rank_was(
-    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = tmp_path / "pids"
-    started.mkdir()
+@pytest.fixture
+def timeout_after_rank_1(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    """A timeout in seconds that is over once rank 1 has its result, before a look at results, however long a machine
+    takes for it."""
     later = 0
 
     def sleep(seconds: float) -> None:
-        """The time is over once rank 1 has its result before a look at results, however long a machine takes for it."""
         nonlocal later
         time.sleep(seconds)
-        if len(pids(started)) == 2 and list(scratch.glob("ranks-*/result1.pt")):
+        if list(scratch.glob("ranks-*/result1.pt")):
             later = 1000
 
     monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: time.monotonic() + later))
+    return 900.0
+
+
+def test_a_timeout_kills_everything_and_shows_where_each_rank_was(
+    scratch: Path, tmp_path: Path, timeout_after_rank_1: float
+) -> None:
+    started = tmp_path / "pids"
+    started.mkdir()
     with pytest.raises(RuntimeError) as caught:
-        run_ranks(hangs_on_rank_0, 2, str(started), timeout=900)
+        run_ranks(hangs_on_rank_0, 2, str(started), timeout=timeout_after_rank_1)
     message = str(caught.value)
     assert message.startswith("no result of ranks [0] after 900 seconds")
     assert "rank 0 is here" in message and "rank 1 is here" in message
@@ -208,6 +226,11 @@ def test_a_timeout_kills_everything_and_shows_where_each_rank_was(
     assert len(pids(started)) == 2
     wait_until_dead(started)
     assert list(scratch.iterdir()) == []
+
+
+def test_a_timeout_shows_a_failure_on_another_rank_that_caused_it(timeout_after_rank_1: float) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)no result of ranks .0. .*ValueError: the cause of the timeout"):
+        run_ranks(check_all, 2, __name__, timeout=timeout_after_rank_1)
 
 
 @pytest.mark.parametrize(("code", "message"), [(3, "exited with code 3"), (-signal.SIGKILL, "died of signal 9")])

@@ -281,8 +281,9 @@ def code_of_the_page_prints_what_stands_there() -> None:
 @FACTS
 def the_example_learns_and_resumes() -> None:
     folder = shared_folder()
-    (folder / "text").write_text("to be or not to be, that is the question; " * 200)
-    given = ["--text", str(folder / "text"), "--folder", str(folder / "saved"), "--accelerator", "cpu"]
+    text = folder / f"text{dist.get_rank()}"  # one per rank: a rank must not read what another is about to write
+    text.write_text("to be or not to be, that is the question; " * 200)
+    given = ["--text", str(text), "--folder", str(folder / "saved"), "--accelerator", "cpu"]
     given += ["--devices", "2", "--backend", "eager", "--windows", "64", "--batch", "4", "--lr", "1e-2"]
     given += ["--layers", "1", "--width", "32"]
     losses, validation = lightning_gpt.run([*given, "--epochs", "1"])
