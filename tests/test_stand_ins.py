@@ -105,6 +105,37 @@ def test_other_models_are_traced_as_ever() -> None:
             traced(rows(3, 5, 16))
 
 
+# --- nested_compile_region
+
+
+class Region(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "unit"}, {"fullgraph": False}])
+def test_regions_to_compile_once_are_layers_as_others(options: dict[str, Any]) -> None:
+    model = check_step(nn.Sequential(Region(), Region(), Region()), rows(4, 8), **options)
+    assert targets(model, "forward").count(torch.ops.aten.tanh.default) == 3, "no graph of its own has them"
+
+
+def test_regions_of_other_models_are_compiled_once_as_ever() -> None:
+    check_step(nn.Sequential(Region()), rows(4, 8))  # what stands for them is there
+    found: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        found.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return lambda *_: (rows(4, 8),)
+
+    torch.compile(nn.Sequential(Region(), Region(), Region()), backend=backend, fullgraph=True)(rows(4, 8))
+    assert torch.ops.higher_order.invoke_subgraph in found
+
+
 # --- ctc_loss
 
 

@@ -26,6 +26,7 @@ def install() -> None:
         (handle_torch_function, of_plain_tensors),
     ):
         _trace_as(original, traced)
+    compat.inline_compile_regions(lambda: Entered.engine >= 0)
 
 
 def _trace_as(original: Any, traced: Any) -> None:

@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import UserFunctionVariable, builder
 from torch._ops import OpOverload
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
@@ -44,6 +45,21 @@ def inputs_given_gradients() -> set[str]:
     Dynamo traces a whole ``backward()`` so, where it traces ``torch.autograd.grad``."""
     set_later = InstructionTranslator.current_tx().output.side_effects.store_attr_mutations
     return {variable.as_proxy().node.name for variable, attributes in set_later.items() if "grad" in attributes}
+
+
+def inline_compile_regions(inlined: Callable[[], bool]) -> None:
+    """Have Dynamo trace what ``torch.compiler.nested_compile_region`` marks as if it were not marked, while
+    ``inlined()``; else it makes a graph of its own of it."""
+    a_graph_of_its_own = builder.build_invoke_subgraph_variable
+
+    def build(**options: Any) -> Any:
+        return UserFunctionVariable(cast(Any, _called)) if inlined() else a_graph_of_its_own(**options)
+
+    builder.build_invoke_subgraph_variable = build
+
+
+def _called(marked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return marked(*args, **kwargs)
 
 
 _tracing = threading.local()
