@@ -43,6 +43,18 @@ class Scaled(Float8):
         return ((self._data / scale).to(torch.float8_e4m3fn),), (scale,)
 
 
+class ScaledInPlace(Float8):
+    """The same by torch's own functions, as extensions of torchao's call them, from the mean of all ranks."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        largest, mean = self._data.abs().max(), self._data.abs().mean()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+        work = dist.all_reduce(mean, op=dist.ReduceOp.AVG, async_op=True)
+        work.wait()
+        scale = (largest + mean).clamp(min=1e-12) / 448
+        return ((self._data / scale).to(torch.float8_e4m3fn),), (scale,)
+
+
 class MakesWrapped(Float8):
     """The gathered parameter is a tensor subclass too."""
 
@@ -89,17 +101,19 @@ def test_ranks_agree_on_the_all_reduce() -> None:
 
 @FACTS
 def a_scale_of_all_ranks_trains_as_with_fsdp2() -> None:
-    expected = train(fsdp2(extended(Scaled)))
-    for options in (
-        {"reshard_after_forward": True},
-        {"reshard_after_forward": False, "passes": default_pipeline(bucket="none")},
-    ):
-        torch._dynamo.reset()
-        model = graph_fsdp.compile(extended(Scaled), **{"backend": "eager", **options})
-        found = train(model)
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), (options, name)
-        assert graph_fsdp.inspect(model).collectives["payload_reduce"] == 2, "one for each forward, none in backward"
+    for kind, reductions in ((Scaled, 1), (ScaledInPlace, 2)):
+        expected = train(fsdp2(extended(kind)))
+        for options in (
+            {"reshard_after_forward": True},
+            {"reshard_after_forward": False, "passes": default_pipeline(bucket="none")},
+        ):
+            torch._dynamo.reset()
+            model = graph_fsdp.compile(extended(kind), **{"backend": "eager", **options})
+            found = train(model)
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (kind, options, name)
+            times = graph_fsdp.inspect(model).collectives["payload_reduce"]
+            assert times == 2 * reductions, "in each forward, none in backward"
 
 
 @FACTS
@@ -164,6 +178,26 @@ def torchaos_float8_trains_as_with_fsdp2() -> None:
         assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected)), (emulate, options)
         assert graph_fsdp.inspect(model).collectives["payload_reduce"] == 2
+
+
+def of_bitnet() -> nn.Sequential:
+    """Whose weights are gathered as two bits a value, at the mean of all ranks' values."""
+    from torchao.prototype.quantized_training import bitnet_training
+    from torchao.quantization import quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    quantize_(model, bitnet_training())
+    return model
+
+
+@FACTS.marked(needs_torchao)
+def torchaos_bitnet_trains_as_with_fsdp2() -> None:
+    expected = losses_and_parameters(fully_shard(of_bitnet()))
+    model = graph_fsdp.compile(of_bitnet(), backend="eager", reshard_after_forward=False)
+    found = losses_and_parameters(model)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert graph_fsdp.inspect(model).collectives["payload_reduce"] == 2
 
 
 @FACTS.marked(needs_torchao)

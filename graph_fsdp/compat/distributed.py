@@ -7,7 +7,9 @@ import datetime
 import functools
 import hashlib
 import inspect
+import threading
 import types
+import unittest.mock
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import nn
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, FakeWork, ReduceScatterOptions
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _world
@@ -228,6 +231,31 @@ def group_of_members(
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str since 2.13
+
+
+@contextlib.contextmanager
+def traceable_all_reduces(shards: str) -> Iterator[None]:
+    """For a time and in this thread, make ``dist.all_reduce`` the operator that can be traced, as Dynamo does. It names
+    the group ``shards`` where it is given one of the same ranks."""
+    thread, before = threading.get_ident(), dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        given = group or dist.group.WORLD
+        if threading.get_ident() != thread or given is None or op not in REDUCE_OP_TO_STR:
+            return before(tensor, op, group, async_op)
+        if given.size() > 1:
+            name = shards if shards and _ranks(given) == _ranks(resolve_group(shards)) else given.group_name
+            tensor.copy_(torch.ops._c10d_functional.all_reduce(tensor, REDUCE_OP_TO_STR[op], name))
+        return FakeWork() if async_op else None
+
+    with _replacing_all_reduce, contextlib.ExitStack() as stack:
+        for module in (dist, distributed_c10d):
+            stack.enter_context(unittest.mock.patch.object(module, "all_reduce", all_reduce))
+        yield
+
+
+_ranks = dist.get_process_group_ranks
+_replacing_all_reduce = threading.RLock()
 
 
 def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -137,7 +137,8 @@ class ExtendedGather(nn.Module):
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 5:
             size = torch.Size(self.spec.shape)
             arguments += [size, tuple(torch.empty(size, device="meta").stride()), owner, self.policy]
-        with _OwnCollectives(self.spec.name, self.spec.mesh.group):
+        group = self.spec.mesh.group
+        with compat.traceable_all_reduces(group), _OwnCollectives(self.spec.name, group):
             inputs, metadata = local.fsdp_pre_all_gather(*arguments)
         payloads: list[Tensor] = []
         for value in inputs:
@@ -220,7 +221,7 @@ class _GatherByExtension(torch.autograd.Function):
 
 
 class _OwnCollectives(compat.TorchDispatchMode):
-    """Turns functional all-reduces over ``group`` into the dialect's, and refuses all else that communicates."""
+    """Turns traceable all-reduces over ``group`` into the dialect's, and refuses all else that communicates."""
 
     def __init__(self, name: str, group: str | None) -> None:
         super().__init__()
@@ -237,8 +238,7 @@ class _OwnCollectives(compat.TorchDispatchMode):
             return reduce_payloads([value], op, group).reshape(value.shape)
         raise UnsupportedError(
             f"the extension of parameter {self.name!r} communicates ({func}): ranks could start that in another "
-            f"order than their gathers; {_PRE} may all-reduce over the ranks that shard, by functional collectives, "
-            "and nothing else"
+            f"order than their gathers; {_PRE} may all-reduce over the ranks that shard, and nothing else"
         )
 
 
