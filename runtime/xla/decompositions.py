@@ -8,6 +8,7 @@
 | ``as_strided_scatter`` | takes strides for an order of dimensions |
 | ``amax`` and other reductions over no dimension | reduce none; PyTorch's are over all |
 | ``norm`` | wrong where its order is infinite |
+| ``diagonal`` and its kind | wrong of other dimensions than the last two, or an error |
 | others | missing, with some arguments at least, or with a gradient that is |
 """
 
@@ -31,6 +32,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     ours: dict[Any, Callable[..., Any]] = {
         aten.copy.default: _copy,
         aten.as_strided_scatter.default: _as_strided_scatter,
+        aten.diagonal.default: _diagonal,
+        aten.diagonal_scatter.default: _diagonal_scatter,
     }
     return {**compat.get_decompositions(list(_BY_TORCH)), **reductions, **ours}
 
@@ -45,6 +48,25 @@ def _as_strided_scatter(x: Tensor, source: Tensor, *view: Any, **offset: Any) ->
         return NotImplemented  # it stays as it is
     places = torch.arange(x.numel(), device=x.device).as_strided(*view, **offset)
     return x.reshape(-1).index_put((places.reshape(-1),), source.reshape(-1)).view(x.shape)
+
+
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    order = _with_last(x, dim1, dim2)
+    return NotImplemented if order == sorted(order) else x.permute(order).diagonal(offset, -2, -1)
+
+
+def _diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    order = _with_last(x, dim1, dim2)
+    if order == sorted(order):
+        return NotImplemented
+    back = [order.index(dim) for dim in range(x.dim())]
+    return x.permute(order).diagonal_scatter(source, offset, -2, -1).permute(back)
+
+
+def _with_last(x: Tensor, *last: int) -> list[int]:
+    """Return the dimensions of ``x``, with these at the end."""
+    last = tuple(dim % x.dim() for dim in last)
+    return [*(dim for dim in range(x.dim()) if dim not in last), *last]
 
 
 def _over_all_dimensions(operator: compat.OpOverload[..., Any]) -> Callable[..., Any]:
@@ -68,5 +90,5 @@ _BY_TORCH = packets(
     " batch_norm_backward native_dropout native_dropout_backward gelu_backward elu_backward norm linalg_vector_norm"
     " embedding_dense_backward nansum count_nonzero addmv channel_shuffle col2im gcd glu_backward huber_loss"
     " huber_loss_backward im2col isneginf isposinf lcm linalg_cross logaddexp logit_backward renorm sinc"
-    " special_xlog1py vdot",
+    " special_xlog1py vdot diagonal_backward",
 )

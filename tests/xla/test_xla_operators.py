@@ -35,6 +35,10 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "amax": lambda x, w: x @ w * w.amax() + torch.norm(w, math.inf) * w.mean([]),
     "as_strided": lambda x, w: x @ torch.as_strided_scatter(w, w[:2, :2] * 2, (2, 2), (1, 8)),
     "count_nonzero": lambda x, w: x @ w * w.count_nonzero(),
+    "diagonal": lambda x, w: x @ w * torch.einsum("iij->j", w.view(2, 2, 4)),
+    "diagonal_scatter": lambda x, w: (
+        x @ torch.diagonal_scatter(w.view(2, 2, 4), w[:2, :2] * 2, dim1=0, dim2=2).view(4, 4)
+    ),
     "glu": lambda x, w: F.glu(F.huber_loss(x, x @ w, reduction="none")),
     "nansum": lambda x, w: x @ w + (x @ w).log().nansum(1, keepdim=True),
     "in place": lambda x, w: (x @ w).unsqueeze_(0).transpose_(0, 1).squeeze_(1),
