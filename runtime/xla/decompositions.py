@@ -8,6 +8,8 @@
 | ``as_strided_scatter`` | takes strides for an order of dimensions |
 | ``amax`` and other reductions over no dimension | reduce none; PyTorch's are over all |
 | ``norm`` | wrong where its order is infinite |
+| ``_adaptive_avg_pool2d`` and its kind | missing where a window is longer than another |
+| ``adaptive_max_pool2d`` and its kind | missing; where windows are of one length, these are ``max_pool2d``'s |
 | ``diagonal`` and its kind | wrong of other dimensions than the last two, or an error |
 | others | missing, with some arguments at least, or with a gradient that is |
 """
@@ -15,9 +17,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from graph_fsdp import compat
@@ -35,7 +39,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.diagonal.default: _diagonal,
         aten.diagonal_scatter.default: _diagonal_scatter,
     }
-    return {**compat.get_decompositions(list(_BY_TORCH)), **reductions, **ours}
+    return {**compat.get_decompositions(list(_BY_TORCH)), **reductions, **ours, **_pools()}
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -67,6 +71,62 @@ def _with_last(x: Tensor, *last: int) -> list[int]:
     """Return the dimensions of ``x``, with these at the end."""
     last = tuple(dim % x.dim() for dim in last)
     return [*(dim for dim in range(x.dim()) if dim not in last), *last]
+
+
+def _pools() -> dict[Any, Callable[..., Any]]:
+    def means(x: Tensor, sizes: Sequence[int]) -> Any:
+        if _windows(x, sizes):
+            return NotImplemented
+        for dim, size in enumerate(sizes, -len(sizes)):
+            x = torch.stack([x.narrow(dim, *place).mean(dim) for place in _places(x.shape[dim], size)], dim)
+        return x
+
+    def gradient_of_means(grad: Tensor, x: Tensor, *, dims: int) -> Any:
+        if _windows(x, grad.shape[-dims:]):
+            return NotImplemented
+        for dim in range(-dims, 0):
+            length, parts = x.shape[dim], []
+            for part, (begin, window) in zip(grad.split(1, dim), _places(length, grad.shape[dim]), strict=True):
+                around = [0, 0] * (-dim - 1) + [begin, length - begin - window]
+                parts.append(F.pad((part / window).repeat_interleave(window, dim), around))
+            grad = torch.stack(parts).sum(0)
+        return grad
+
+    def largest(x: Tensor, sizes: Sequence[int], *, pool: Callable[..., Any]) -> Any:
+        windows = _windows(x, sizes)
+        return pool(x, windows, windows) if windows else NotImplemented
+
+    def gradient_of_largest(grad: Tensor, x: Tensor, indices: Tensor, *, dims: int, pool: Callable[..., Any]) -> Any:
+        windows, same = _windows(x, grad.shape[-dims:]), [1] * dims
+        return pool(grad, x, windows, windows, [0] * dims, same, False, indices) if windows else NotImplemented
+
+    return {
+        aten._adaptive_avg_pool2d.default: means,
+        aten._adaptive_avg_pool3d.default: means,
+        aten._adaptive_avg_pool2d_backward.default: partial(gradient_of_means, dims=2),
+        aten._adaptive_avg_pool3d_backward.default: partial(gradient_of_means, dims=3),
+        aten.adaptive_max_pool2d.default: partial(largest, pool=aten.max_pool2d_with_indices),
+        aten.adaptive_max_pool3d.default: partial(largest, pool=aten.max_pool3d_with_indices),
+        aten.adaptive_max_pool2d_backward.default: partial(
+            gradient_of_largest, dims=2, pool=aten.max_pool2d_with_indices_backward
+        ),
+        aten.adaptive_max_pool3d_backward.default: partial(
+            gradient_of_largest, dims=3, pool=aten.max_pool3d_with_indices_backward
+        ),
+    }
+
+
+def _windows(x: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Return the lengths of an adaptive pool's windows; none where one is longer than another in its dimension."""
+    lengths = x.shape[-len(sizes) :]
+    even = all(length % size == 0 for length, size in zip(lengths, sizes, strict=True))
+    return [length // size for length, size in zip(lengths, sizes, strict=True)] if even else []
+
+
+def _places(length: int, count: int) -> list[tuple[int, int]]:
+    """Return where each of an adaptive pool's windows in a dimension begins, and its length."""
+    begins = [number * length // count for number in range(count)]
+    return [(begin, -(-(number + 1) * length // count) - begin) for number, begin in enumerate(begins)]
 
 
 def _over_all_dimensions(operator: compat.OpOverload[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,14 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "diagonal_scatter": lambda x, w: (
         x @ torch.diagonal_scatter(w.view(2, 2, 4), w[:2, :2] * 2, dim1=0, dim2=2).view(4, 4)
     ),
+    "adaptive_avg_pool": lambda x, w: (
+        F.adaptive_avg_pool2d((x @ w).view(-1, 1, 1, 4), (2, 3)).sum(2)
+        + F.adaptive_avg_pool3d((x @ w).view(-1, 1, 1, 1, 4), (1, 1, 3)).flatten(2)
+    ),
+    "adaptive_max_pool": lambda x, w: (
+        F.adaptive_max_pool1d(x @ w, 2).view(-1, 1, 1, 1, 2)
+        + F.adaptive_max_pool3d((x @ w).view(-1, 1, 1, 2, 2), (1, 1, 2))
+    ),
     "glu": lambda x, w: F.glu(F.huber_loss(x, x @ w, reduction="none")),
     "nansum": lambda x, w: x @ w + (x @ w).log().nansum(1, keepdim=True),
     "in place": lambda x, w: (x @ w).unsqueeze_(0).transpose_(0, 1).squeeze_(1),
