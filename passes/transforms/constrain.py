@@ -72,7 +72,8 @@ class ConstrainActivations(GraphPass):
             value = node.meta.get("example_value")
             if node.target is constrain or not isinstance(value, Tensor) or not value.dim():
                 continue
-            if value.shape[0] in sizes and (node in context.inputs.batch or _leaves_unit(node, calls)):
+            known = isinstance(value.shape[0], int)  # not of what depends on values, as `masked_select`
+            if known and value.shape[0] in sizes and (node in context.inputs.batch or _leaves_unit(node, calls)):
                 self._constrain(graph, node, [self.batch_axes, *[""] * (value.dim() - 1)])
                 constrained += 1
         return f"{constrained} values constrained over {self.batch_axes}, {len(marked)} as the model says"

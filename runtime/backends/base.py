@@ -11,7 +11,7 @@ from torch import fx
 
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph
 from graph_fsdp.runtime.xla.decompositions import decompositions
-from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, refuse_sizes_of_values
 from graph_fsdp.runtime.xla.random import number_random_operators
 
 
@@ -72,4 +72,5 @@ class XlaBackend(Backend):
         return decompositions()
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
+        refuse_sizes_of_values(module.graph)
         return number_random_operators(module)

@@ -7,6 +7,7 @@
 | ``copy``, which a trace has for ``copy_`` | writes to its input, which may be saved as it was |
 | ``as_strided_scatter`` | takes strides for an order of dimensions |
 | ``amax`` and other reductions over no dimension | reduce none; PyTorch's are over all |
+| ``slice`` | an error where it begins in front of the first element, as ``x[-9:]`` of fewer may |
 | ``norm`` | wrong where its order is infinite |
 | ``_adaptive_avg_pool2d`` and its kind | missing where a window is longer than another |
 | ``adaptive_max_pool2d`` and its kind | missing; where windows are of one length, these are ``max_pool2d``'s |
@@ -36,6 +37,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     ours: dict[Any, Callable[..., Any]] = {
         aten.copy.default: _copy,
         aten.as_strided_scatter.default: _as_strided_scatter,
+        aten.slice.Tensor: _slice,
+        aten.slice_backward.default: _slice_backward,
+        aten.slice_scatter.default: _slice_scatter,
         aten.diagonal.default: _diagonal,
         aten.diagonal_scatter.default: _diagonal_scatter,
     }
@@ -52,6 +56,20 @@ def _as_strided_scatter(x: Tensor, source: Tensor, *view: Any, **offset: Any) ->
         return NotImplemented  # it stays as it is
     places = torch.arange(x.numel(), device=x.device).as_strided(*view, **offset)
     return x.reshape(-1).index_put((places.reshape(-1),), source.reshape(-1)).view(x.shape)
+
+
+def _slice(x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    before = isinstance(start, int) and start < -x.shape[dim]
+    return aten.slice.Tensor(x, dim, 0, end, step) if before else NotImplemented
+
+
+def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
+    return aten.slice_backward(grad, sizes, dim, 0, end, step) if start < -sizes[dim] else NotImplemented
+
+
+def _slice_scatter(x: Tensor, source: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    before = isinstance(start, int) and start < -x.shape[dim]
+    return aten.slice_scatter(x, source, dim, 0, end, step) if before else NotImplemented
 
 
 def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:

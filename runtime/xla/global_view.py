@@ -34,6 +34,7 @@ from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.constrain import constrain
 from graph_fsdp.runtime import whole
 
+aten = torch.ops.aten
 _LIBRARY = torch.library.Library("graph_fsdp", "IMPL", "XLA")
 _MESHES: dict[str, Any] = {}
 REPLICATE, SHARD = "replicate", "fsdp"  # the axes of a mesh; rows of parameters are sharded over the second
@@ -100,7 +101,56 @@ class _Lowering(whole.Lowering):
         if has_role(node, Role.SHARD_GRAD) and node.meta["fsdp"].params[0] in self.gradients:
             return self.gradients[node.meta["fsdp"].params[0]]
         exist = all(self.values.get(source) is not None for source in node.all_input_nodes)
-        return super()._copy(node) if exist else None
+        if not exist:
+            return None
+        return _COPIES.get(node.target, _Lowering._copy_plainly)(self, node)
+
+    def _copy_plainly(self, node: fx.Node) -> fx.Node:
+        return super()._copy(node)
+
+    def _scatter(self, node: fx.Node) -> Any:
+        for source in node.all_input_nodes:
+            self.values[source] = self._whole(self.values[source], source)
+        return self._whole(super()._copy(node), node)
+
+    def _whole(self, copied: Any, node: fx.Node) -> Any:
+        """Constrain what is scattered to be replicated where its rows do not divide by the devices: XLA's partitioner
+        would abort the process if it were to shard them. It is the gradient of a parameter, as batches do divide."""
+        value = node.meta["val"]
+        if not value.dim() or value.shape[0] % _MESHES[self.mesh].mesh_shape[1] == 0:
+            return copied
+        return self.call(constrain, copied, [""] * value.dim(), self.mesh, name=f"{node.name}_whole")
+
+    def _slice_backward(self, node: fx.Node) -> fx.Node:
+        grad = argument(node, "grad_output")
+        if argument(node, "step") == 1 or not grad.meta["val"].numel():
+            return super()._copy(node)
+        return self._apart(node, self.values[grad])
+
+    def _slice_scatter(self, node: fx.Node) -> fx.Node:
+        x, source = argument(node, "self"), argument(node, "src")
+        if argument(node, "step") == 1 or not source.meta["val"].numel():
+            return super()._copy(node)
+        written = self.call(aten.ones_like.default, self.values[source], dtype=torch.bool)
+        return self.call(
+            aten.where.self, self._apart(node, written), self._apart(node, self.values[source]), self.values[x]
+        )
+
+    def _apart(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """Put values into the places of a slice with a step, among zeros. torch_xla pads between them and around them
+        at once, which XLA's partitioner gets wrong where it shards that dimension: here one is done after the other."""
+        whole, step = node.meta["val"], argument(node, "step")
+        dim = argument(node, "dim") % whole.dim()
+        begin, *_ = slice(argument(node, "start"), argument(node, "end"), step).indices(whole.shape[dim])
+        count, behind = value.meta["val"].shape[dim], [0, 0] * (whole.dim() - 1 - dim)
+        length = (count - 1) * step + 1
+        pairs = self.call(
+            aten.constant_pad_nd.default, self.call(aten.unsqueeze.default, value, dim + 1), [*behind, 0, step - 1]
+        )
+        row = self.call(aten.view.default, pairs, [*whole.shape[:dim], count * step, *whole.shape[dim + 1 :]])
+        row = self.call(aten.slice.Tensor, row, dim, 0, length)
+        around = [*behind, begin, whole.shape[dim] - begin - length]
+        return self.call(aten.constant_pad_nd.default, row, around)
 
     def gather(self, node: fx.Node) -> None:
         for shard in argument(node, "shards"):
@@ -126,6 +176,16 @@ class _Lowering(whole.Lowering):
         # The constraints that are there say it.
         **dict.fromkeys([*dialect.WAITS, dialect.all_reduce_shard_start], lambda *_: None),
     }
+
+
+# What XLA's partitioner would get wrong.
+_COPIES: dict[Any, Callable[[_Lowering, fx.Node], fx.Node]] = {
+    **dict.fromkeys(
+        (aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two), _Lowering._scatter
+    ),
+    aten.slice_backward.default: _Lowering._slice_backward,
+    aten.slice_scatter.default: _Lowering._slice_scatter,
+}
 
 
 @functools.cache

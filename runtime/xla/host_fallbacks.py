@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.compat import OpOverload
+from graph_fsdp.compat import OpOverload, free_symbols
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import ctc, recurrent
 from graph_fsdp.passes.ir.operands import function
@@ -134,6 +134,17 @@ def _called(node: fx.Node, device: torch.device, number: int = 0) -> Any:
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), full)
     return function(node)(*args, **kwargs)
+
+
+def refuse_sizes_of_values(graph: fx.Graph) -> None:
+    """Raise HostFallbackError for an operator whose result has as many elements as values say."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and free_symbols(value):
+            raise HostFallbackError(
+                f"the shape of what {HostFallback(str(node.target), module_of(node))} returns depends on values, and "
+                "XLA compiles programs for shapes: keep all elements, and leave some out with torch.where or a mask"
+            )
 
 
 def name_what_fails(graph: fx.Graph) -> None:

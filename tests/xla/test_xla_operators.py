@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "amax": lambda x, w: x @ w * w.amax() + torch.norm(w, math.inf) * w.mean([]),
     "as_strided": lambda x, w: x @ torch.as_strided_scatter(w, w[:2, :2] * 2, (2, 2), (1, 8)),
     "count_nonzero": lambda x, w: x @ w * w.count_nonzero(),
+    "slice": lambda x, w: torch.slice_scatter(x @ w[-9:], x[:, :2], 1, -9, 3, 2),
     "diagonal": lambda x, w: x @ w * torch.einsum("iij->j", w.view(2, 2, 4)),
     "diagonal_scatter": lambda x, w: (
         x @ torch.diagonal_scatter(w.view(2, 2, 4), w[:2, :2] * 2, dim1=0, dim2=2).view(4, 4)
@@ -80,6 +81,42 @@ def operators_of_others_have_their_gradients() -> None:
         assert reference.weight.grad.abs().max() > 1e-4, name
         found_gradient = model.weight.grad.cpu()
         assert torch.allclose(found_gradient, reference.weight.grad, rtol=1e-4, atol=1e-5), (name, sharding)
+
+
+# Shapes of a parameter, and functions whose gradients XLA's partitioner divides wrongly or not at all.
+DIVIDED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "scatter": ((10, 5), lambda w: w.tanh().max(1)[0] + w.topk(2, 1)[0].sum(1) + w.cummax(1)[0].sum(1)),
+    "scatter_reduce": ((10, 5), lambda w: w.scatter_reduce(1, torch.ones_like(w[:4, :2]).long(), w[:4, :2], "prod")),
+    "slice_backward": ((20, 10), lambda w: w[-10:-2:2] * w[0:19:5]),
+    "slice_scatter": ((20, 10), lambda w: torch.slice_scatter(w, 3 * w[:2], 0, 16, 20, 2) * w),
+}
+
+
+class OfParameter(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        shape, self.function = DIVIDED[name]
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.function(self.weight).flatten()
+        return x.mean() * (values * torch.arange(len(values), device=x.device).cos()).sum()
+
+
+@FACTS
+def gradients_of_what_reads_a_parameter_are_divided() -> None:
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes, x = mesh(DEVICES), torch.ones(8, 4)
+    for name in DIVIDED:
+        reference = OfParameter(name)
+        model = graph_fsdp.compile(copy.deepcopy(reference), axes, backend="xla", sharding="auto")
+        expected, found = reference(x), model(shard_batch(x, axes))
+        expected.backward()
+        found.backward()
+        assert torch.allclose(found.detach().cpu(), expected, rtol=1e-4), name
+        assert torch.allclose(model.weight.grad.cpu(), reference.weight.grad, rtol=1e-4, atol=1e-6), name
 
 
 class Copied(nn.Module):
@@ -220,6 +257,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "read by the host": (
         lambda x: x * torch.linspace(x.sum(), 1.0, 4, device=x.device),
         r"aten::_local_scalar_dense, used by module '0' \(Calls\)",
+    ),
+    "a shape by values": (
+        lambda x: x * x[x > 0.5].sum(),
+        r"what aten.index.Tensor, used by module '0' \(Calls\) returns depends on values.*torch.where",
     ),
     "on the host in a kernel of ours": (
         lambda x: F.ctc_loss(x.log_softmax(1), torch.ones(1, dtype=torch.int64, device=x.device), (2,), (1,)),
