@@ -121,6 +121,11 @@ class _Lowering(whole.Lowering):
             return copied
         return self.call(constrain, copied, [""] * value.dim(), self.mesh, name=f"{node.name}_whole")
 
+    def _index_put(self, node: fx.Node) -> fx.Node:
+        values = argument(node, "values")
+        self.values[values] = self._whole(self.values[values], values)
+        return super()._copy(node)
+
     def _slice_backward(self, node: fx.Node) -> fx.Node:
         grad = argument(node, "grad_output")
         if argument(node, "step") == 1 or not grad.meta["val"].numel():
@@ -183,6 +188,7 @@ _COPIES: dict[Any, Callable[[_Lowering, fx.Node], fx.Node]] = {
     **dict.fromkeys(
         (aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two), _Lowering._scatter
     ),
+    aten.index_put.default: _Lowering._index_put,
     aten.slice_backward.default: _Lowering._slice_backward,
     aten.slice_scatter.default: _Lowering._slice_scatter,
 }

@@ -83,34 +83,35 @@ def operators_of_others_have_their_gradients() -> None:
         assert torch.allclose(found_gradient, reference.weight.grad, rtol=1e-4, atol=1e-5), (name, sharding)
 
 
-# Shapes of a parameter, and functions whose gradients XLA's partitioner divides wrongly or not at all.
-DIVIDED: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
-    "scatter": ((10, 5), lambda w: w.tanh().max(1)[0] + w.topk(2, 1)[0].sum(1) + w.cummax(1)[0].sum(1)),
-    "scatter_reduce": ((10, 5), lambda w: w.scatter_reduce(1, torch.ones_like(w[:4, :2]).long(), w[:4, :2], "prod")),
-    "slice_backward": ((20, 10), lambda w: w[-10:-2:2] * w[0:19:5]),
-    "slice_scatter": ((20, 10), lambda w: torch.slice_scatter(w, 3 * w[:2], 0, 16, 20, 2) * w),
+# Shapes of a parameter, and functions that XLA's partitioner divides wrongly or not at all.
+DIVIDED: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "scatter": ((10, 5), lambda w, _: w.tanh().max(1)[0] + w.topk(2, 1)[0].sum(1) + w.cummax(1)[0].sum(1)),
+    "scatter_reduce": ((10, 5), lambda w, _: w.scatter_reduce(1, torch.ones_like(w[:4, :2]).long(), w[:4, :2], "prod")),
+    "slice_backward": ((20, 10), lambda w, _: w[-10:-2:2] * w[0:19:5]),
+    "slice_scatter": ((20, 10), lambda w, _: torch.slice_scatter(w, 3 * w[:2], 0, 16, 20, 2) * w),
+    "index_put": ((4, 6), lambda w, x: (x @ w).index_put((torch.arange(2, device=w.device),), 2 * (x @ w)[:2])),
 }
 
 
-class OfParameter(nn.Module):
+class Divided(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         shape, self.function = DIVIDED[name]
         self.weight = nn.Parameter(torch.randn(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        values = self.function(self.weight).flatten()
+        values = self.function(self.weight, x).flatten()
         return x.mean() * (values * torch.arange(len(values), device=x.device).cos()).sum()
 
 
 @FACTS
-def gradients_of_what_reads_a_parameter_are_divided() -> None:
+def values_are_divided_by_rows_as_the_partitioner_can() -> None:
     import graph_fsdp
     from graph_fsdp.xla import shard_batch
 
     axes, x = mesh(DEVICES), torch.ones(8, 4)
     for name in DIVIDED:
-        reference = OfParameter(name)
+        reference = Divided(name)
         model = graph_fsdp.compile(copy.deepcopy(reference), axes, backend="xla", sharding="auto")
         expected, found = reference(x), model(shard_batch(x, axes))
         expected.backward()
