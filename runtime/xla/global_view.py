@@ -117,7 +117,7 @@ class _Lowering(whole.Lowering):
         """Constrain what is scattered to be replicated where its rows do not divide by the devices: XLA's partitioner
         would abort the process if it were to shard them. It is the gradient of a parameter, as batches do divide."""
         value = node.meta["val"]
-        if not value.dim() or value.shape[0] % _MESHES[self.mesh].mesh_shape[1] == 0:
+        if not value.dim() or value.shape[0] % _MESHES[self.mesh].size() == 0:
             return copied
         return self.call(constrain, copied, [""] * value.dim(), self.mesh, name=f"{node.name}_whole")
 

@@ -4,6 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -109,8 +110,8 @@ def values_are_divided_by_rows_as_the_partitioner_can() -> None:
     import graph_fsdp
     from graph_fsdp.xla import shard_batch
 
-    axes, x = mesh(DEVICES), torch.ones(8, 4)
-    for name in DIVIDED:
+    x = torch.ones(8, 4)
+    for name, axes in itertools.product(DIVIDED, (mesh(DEVICES), mesh(2, DEVICES // 2))):
         reference = Divided(name)
         model = graph_fsdp.compile(copy.deepcopy(reference), axes, backend="xla", sharding="auto")
         expected, found = reference(x), model(shard_batch(x, axes))
