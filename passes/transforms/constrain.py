@@ -65,15 +65,18 @@ class ConstrainActivations(GraphPass):
             graph.fx_graph.erase_node(node)
             self._constrain(graph, value, list(axes))
         inputs = [n for n in graph.placeholders if n not in context.inputs.shards]
-        sizes = {n.meta["example_value"].shape[0] for n in inputs if n in context.inputs.batch}
+        values = [node.meta["example_value"] for node in inputs if node in context.inputs.batch]
+        batches = {(given.shape[0], given.device) for given in values}
         calls = unit_calls(graph, context.model)
         constrained = 0
         for node in graph.nodes:
             value = node.meta.get("example_value")
             if node.target is constrain or not isinstance(value, Tensor) or not value.dim():
                 continue
-            known = isinstance(value.shape[0], int)  # not of what depends on values, as `masked_select`
-            if known and value.shape[0] in sizes and (node in context.inputs.batch or _leaves_unit(node, calls)):
+            rows: int | torch.SymInt = value.shape[0]
+            # It may depend on values, and what is made on the host is not divided.
+            like_a_batch = isinstance(rows, int) and (rows, value.device) in batches
+            if like_a_batch and (node in context.inputs.batch or _leaves_unit(node, calls)):
                 self._constrain(graph, node, [self.batch_axes, *[""] * (value.dim() - 1)])
                 constrained += 1
         return f"{constrained} values constrained over {self.batch_axes}, {len(marked)} as the model says"

@@ -10,7 +10,7 @@ import torch
 from models import GPT, MLP
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from xla_compare import BOUND, compare, mesh, vectors
+from xla_compare import BOUND, ROWS, compare, mesh, vectors
 from xla_launch import DEVICES, XlaFacts
 
 pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
@@ -317,6 +317,7 @@ class Constants(nn.Module):
         scales = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], device=x.device)
         loss = (torch.sin(self.linear(x)) * scales * scales.exp()).mean()
         constants = {"none": torch.zeros(()), "positions": torch.arange(3), "given": torch.tensor([1.0, 2.0])}
+        constants["rows"] = torch.zeros(ROWS)  # as many as the batch has
         return {"loss": loss, "scales": scales, **constants}
 
 
