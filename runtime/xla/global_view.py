@@ -115,7 +115,7 @@ class _Lowering(whole.Lowering):
 
     def _whole(self, copied: Any, node: fx.Node) -> Any:
         """Constrain what is scattered to be replicated where its rows do not divide by the devices: XLA's partitioner
-        would abort the process if it were to shard them. It is the gradient of a parameter, as batches do divide."""
+        would abort the process if it were to shard them. Mostly it is a parameter's gradient, as batches do divide."""
         value = node.meta["val"]
         if not value.dim() or value.shape[0] % _MESHES[self.mesh].size() == 0:
             return copied
