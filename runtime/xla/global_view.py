@@ -109,9 +109,17 @@ class _Lowering(whole.Lowering):
         return super()._copy(node)
 
     def _scatter(self, node: fx.Node) -> Any:
-        for source in node.all_input_nodes:
-            self.values[source] = self._whole(self.values[source], source)
-        return self._whole(super()._copy(node), node)
+        return self._whole(self._copy_of_whole(node, node.all_input_nodes), node)
+
+    def _index_put(self, node: fx.Node) -> fx.Node:
+        return self._copy_of_whole(node, [argument(node, "values")])
+
+    def _copy_of_whole(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        """Copy a node that reads these ``sources`` as ``_whole`` leaves them."""
+        whole = {source: self._whole(self.values[source], source) for source in sources}
+        copy = self.fx_graph.node_copy(node, {**self.values, **whole}.__getitem__)
+        copy.meta.pop("fsdp", None)
+        return copy
 
     def _whole(self, copied: Any, node: fx.Node) -> Any:
         """Constrain what is scattered to be replicated where its rows do not divide by the devices: XLA's partitioner
@@ -120,11 +128,6 @@ class _Lowering(whole.Lowering):
         if not value.dim() or value.shape[0] % _MESHES[self.mesh].size() == 0:
             return copied
         return self.call(constrain, copied, [""] * value.dim(), self.mesh, name=f"{node.name}_whole")
-
-    def _index_put(self, node: fx.Node) -> fx.Node:
-        values = argument(node, "values")
-        self.values[values] = self._whole(self.values[values], values)
-        return super()._copy(node)
 
     def _slice_backward(self, node: fx.Node) -> fx.Node:
         grad = argument(node, "grad_output")
