@@ -124,6 +124,22 @@ def test_regions_to_compile_once_are_layers_as_others(options: dict[str, Any]) -
     assert targets(model, "forward").count(torch.ops.aten.tanh.default) == 3, "no graph of its own has them"
 
 
+class Unmarked(Region):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_graphs_of_regions_are_those_of_layers_that_are_not_marked() -> None:
+    printed = []
+    for kind in (Region, Unmarked):
+        model = graph_fsdp.compile(nn.Sequential(kind(), kind(), kind()), backend="eager", auto_wrap_policy={kind})
+        model(rows(4, 8)).sum().backward()
+        report = graph_fsdp.inspect(model)
+        printed.append([str(view.graph.fx_graph) for view in (report.forward, report.backward) if view.graph])
+    assert printed[0] == printed[1] and "gather_2" in printed[0][0], "each layer by its own name"
+
+
 def test_regions_of_other_models_are_compiled_once_as_ever() -> None:
     check_step(nn.Sequential(Region()), rows(4, 8))  # what stands for them is there
     found: list[Any] = []
