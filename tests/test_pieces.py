@@ -186,6 +186,18 @@ def test_buckets_are_shared_whatever_their_names_are() -> None:
     assert takes.startswith("takes shared_root, shared_blocks_block_0, shared_blocks_block_1, shared_root_1\n")
 
 
+def test_batches_of_other_sizes_share_several_buckets_in_the_same_order() -> None:
+    model = compiled(Stem())
+    for rows in (4, 5, 6):
+        for _ in range(2):
+            engine_of(model).counter.reset()
+            with torch.no_grad():
+                model(torch.ones(rows, WIDTH))
+        assert engine_of(model).counter.collectives["all_gather"] == 4
+    *_, gives, takes, _, gives_again, _, takes_again = stages_of(graph_fsdp.inspect(model), "inference")
+    assert gives_again == gives and takes_again == takes
+
+
 def test_one_buffer_is_held_between_the_pieces_and_none_after_the_call() -> None:
     model = compiled(Broken(), reshard_after_forward=True)
     counter = engine_of(model).counter

@@ -244,9 +244,9 @@ def share_buckets(graph: Graph, context: PassContext) -> None:
     sharing = context.sharing
     if not sharing or graph.phase == "backward":
         return
-    inputs = graph.placeholders
     # What unshard() made whole follows what is shared, see ``UnshardedUnits.feeding``.
-    before = next((node for node in inputs if has_role(node, Role.UNSHARDED)), inputs[-1].next)
+    inputs = itertools.takewhile(lambda node: not has_role(node, Role.UNSHARDED), graph.placeholders)
+    *_, last = inputs
     buffers: dict[str, fx.Node] = {}
     for wait in graph.with_role(Role.GATHER_WAIT):
         record, bucket = wait.meta["fsdp"], wait.meta["fsdp"].bucket
@@ -254,8 +254,8 @@ def share_buckets(graph: Graph, context: PassContext) -> None:
         if bucket in sharing.takes:
             name = f"shared_{bucket.replace('.', '_')}"
             kept = replace(record, role=Role.KEPT)
-            buffers[bucket] = edits.add_input(graph, before, name, wait.meta["val"], kept)
-            edits.use_instead(graph, wait, buffers[bucket])
+            buffers[bucket] = last = edits.add_input(graph, last.next, name, wait.meta["val"], kept)
+            edits.use_instead(graph, wait, last)
     graph.taken = [bucket for bucket in buffers if bucket in sharing.takes]
     graph.given = {bucket: node for bucket, node in buffers.items() if bucket in sharing.gives}
     for node in graph.given.values():
