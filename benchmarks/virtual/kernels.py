@@ -29,7 +29,7 @@ _WAITED_FOR = {
 # One kernel on an accelerator, of which torch makes several by default.
 _ONE_KERNEL = [
     *("aten::split_with_sizes_copy.out", "aten::_chunk_cat", "aten::_chunk_cat.out", "aten::native_layer_norm"),
-    *("aten::native_group_norm", "aten::embedding_dense_backward"),
+    *("aten::native_group_norm", "aten::embedding_dense_backward", "aten::convolution", "aten::convolution_backward"),
 ]
 
 _kept: list[torch.library.Library] = []
@@ -37,6 +37,7 @@ _kept: list[torch.library.Library] = []
 
 def register() -> None:
     every, own, device = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "virtual_device"))
+    torch._dynamo.trace_rules.add("virtual")  # Dynamo would trace them where Python runs between pieces
     _kept[:] = [every, own, device]
     every.fallback(run, "PrivateUse1")
     if torch.__version__ < (2, 10):  # later ones have it
@@ -164,7 +165,7 @@ def _run(machine: Machine | None, operator: Any, args: Sequence[Any], kwargs: di
         if numbers:
             on_host(resized).copy_(host_kwargs[name])
     values = value if isinstance(value, tuple) and len(known.returned) > 1 else (value,)
-    results, fresh = [], []
+    results = []
     for result, owner in zip(values, known.returned, strict=False):
         if owner.startswith("view of "):
             owner = owner.removeprefix("view of ")
@@ -173,8 +174,8 @@ def _run(machine: Machine | None, operator: Any, args: Sequence[Any], kwargs: di
             results.append(named[owner])
         else:
             results.append(pytree.tree_map(_fresh, result))
-            fresh += tensors_of(results[-1])
     if machine is not None:
+        fresh = [result for result, owner in zip(results, known.returned, strict=False) if not owner]
         _launch(machine, operator, known, named, fresh, waits=_waits(operator, values))
     if not known.returned:
         return None
@@ -206,8 +207,9 @@ def _waits(operator: Any, values: Sequence[Any]) -> bool:
 
 
 def _launch(
-    machine: Machine, operator: Any, known: Signature, named: dict[str, Any], fresh: list[Tensor], waits: bool
+    machine: Machine, operator: Any, known: Signature, named: dict[str, Any], fresh: list[Any], waits: bool
 ) -> None:
+    """``fresh``: the operator's results that are in memory of their own; None where it was asked for none."""
     written = [tensor for name in named if name in known.written for tensor in tensors_of(named[name])]
     read = {name: value for name, value in named.items() if name not in known.out}
     value: Any = [*written, *fresh]
@@ -217,7 +219,7 @@ def _launch(
     seconds = machine.kernels.call(operator, [read[name] for name in first], by_name, value)
     everything = [tensor for name in read for tensor in tensors_of(read[name])]
     reads = [tensor for tensor in everything if not any(tensor is other for other in written)]
-    machine.launch(str(operator.overloadpacket), reads, [*written, *fresh], seconds)
+    machine.launch(str(operator.overloadpacket), reads, [*written, *tensors_of(fresh)], seconds)
     if waits:
         machine.wait_for(machine.current_stream)
 

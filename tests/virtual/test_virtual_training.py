@@ -13,7 +13,7 @@ import pytest
 import torch
 from facts import Fact, Facts
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from models import GPT, VOCABULARY
+from models import CNN, GPT, MLP, VOCABULARY
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
@@ -74,6 +74,30 @@ def fsdp2_in_bfloat16() -> None:
 def fsdp2_of_a_gpt() -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         same_numbers(fsdp2, GPT, tokens)
+
+
+def images(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=generator)
+
+
+@FACTS
+def convolutions_train_as_on_the_cpu() -> None:
+    for train in (fsdp2, ours):
+        same_numbers(train, CNN, images)
+
+
+class Asked(MLP):
+    """Between two pieces the host waits for a number, which the second one multiplies by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * x.detach().abs().mean().item())
+
+
+@FACTS
+def pieces_train_as_on_the_cpu() -> None:
+    same_numbers(functools.partial(ours, fullgraph=False), Asked)
 
 
 @FACTS.long
