@@ -121,6 +121,20 @@ class MovesInput(Mistake):
         call_of(graph, aten.gelu.default).append(graph.placeholders[-1])
 
 
+class InsertsBeforeAnErasedNode(Mistake):
+    """Which loses nodes as soon as others move there."""
+
+    after, parameters, invariant, node = "bucket", UP, "the list of nodes is whole", "new"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        gelu = call_of(graph, aten.gelu.default)
+        with graph.fx_graph.inserting_after(gelu):
+            erased = graph.call(aten.relu.default, (gelu,))
+        graph.fx_graph.erase_node(erased)
+        with graph.fx_graph.inserting_before(erased):
+            graph.call(aten.relu.default, (gelu,), name="new")
+
+
 # Outputs and gradients
 
 RETURNS = "the graph returns what it returned"

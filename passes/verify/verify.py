@@ -96,6 +96,11 @@ class Verifier(GradientChecks):
             if (found := meta.get(dialect.RECORD)) is not None:
                 self.recorded[node] = found
             seen.add(node)
+        for node, following in itertools.pairwise(self.nodes):
+            if node.next is not following:
+                self._fail(
+                    "the list of nodes is whole", node, f"{node} was inserted before {node.next}, which is erased"
+                )
         if wrong := self.proven.broken_inputs(self.entries):
             self._fail("the graph takes what it took", *wrong)
         if not self.nodes or self.nodes[-1].op != "output":

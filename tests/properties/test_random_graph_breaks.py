@@ -12,6 +12,7 @@ import torch
 from marks import mostly_long
 from random_programs import random_program
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 
@@ -53,10 +54,14 @@ def compare(model: nn.Module, plain: nn.Module, x: Tensor, turn: int) -> list[st
     for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         if (p.grad is None) != (other.grad is None):
             wrong.append(f"gradient of {name} is {'none' if p.grad is None else 'there'}")
-        elif other.grad is not None and not torch.allclose(p.grad, other.grad):
+        elif other.grad is not None and not torch.allclose(_whole(p.grad), other.grad):
             wrong.append(f"gradient of {name}")
     for parameters in (model.parameters(), plain.parameters()):
         torch.optim.SGD(parameters, lr=0.01).step()
     model.zero_grad()
     plain.zero_grad()
     return wrong
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
