@@ -5,6 +5,7 @@
 | ``native_batch_norm`` and its kind | the running variance is biased |
 | ``elu_backward`` | wrong for negative inputs |
 | ``copy``, which a trace has for ``copy_`` | writes to its input, which may be saved as it was |
+| ``fill`` with a tensor, as for ``x[0] = 3`` of what is made on the host | asks the host for its value |
 | ``as_strided_scatter`` | takes strides for an order of dimensions |
 | ``amax`` and other reductions over no dimension | reduce none; PyTorch's are over all |
 | ``slice`` | an error where it begins in front of the first element, as ``x[-9:]`` of fewer may |
@@ -36,6 +37,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     reductions = {operator: _over_all_dimensions(operator) for operator in _REDUCTIONS}
     ours: dict[Any, Callable[..., Any]] = {
         aten.copy.default: _copy,
+        aten.fill.Tensor: _copy,
         aten.as_strided_scatter.default: _as_strided_scatter,
         aten.slice.Tensor: _slice,
         aten.slice_backward.default: _slice_backward,
@@ -47,7 +49,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return what ``x.copy_(source)`` leaves in ``x``."""
+    """Return what ``x.copy_(source)`` leaves in ``x``, or ``x.fill_(source)``."""
     return source.to(x.device, x.dtype).expand(x.shape).clone()
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import GPT, MLP
+from models import GPT, MLP, VOCABULARY
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from xla_compare import BOUND, ROWS, compare, mesh, vectors
+from xla_compare import BOUND, ROWS, compare, mesh, text, vectors
 from xla_launch import DEVICES, XlaFacts
 
 pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
@@ -46,6 +46,33 @@ def pieces_of_the_global_view_train() -> None:
     model = compare(Broken(), vectors, fullgraph=False, sharding="auto")
     captured = [view for c in graph_fsdp.inspect(model).graphs for view in c.views.values() if view.phase == "forward"]
     assert len(captured) >= 2, captured
+
+
+class Scores(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.model(x).logits
+        return scores
+
+
+@FACTS
+def mixtures_of_experts_of_transformers_multiply_by_batches() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(vocab_size=VOCABULARY, num_hidden_layers=1, num_local_experts=4, **sizes)
+    model = Scores(MixtralForCausalLM(config))
+    with pytest.raises(graph_fsdp.HostFallbackError, match="histc"):  # how many tokens an expert has, for the host
+        graph_fsdp.compile(copy.deepcopy(model), axes, backend="xla")(shard_batch(text(0)[0], axes))
+    model.model.set_experts_implementation("batched_mm")
+    compare(model, text, steps=2, axes=axes)
 
 
 @FACTS

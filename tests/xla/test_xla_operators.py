@@ -22,6 +22,13 @@ pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
 FACTS = XlaFacts(__name__)
 
 
+def filled(x: Tensor, w: Tensor) -> Tensor:
+    """By a number what is made on the host, and by a tensor what is made on the device."""
+    places = torch.zeros(4, dtype=torch.int64)
+    places[1:] = 3
+    return x @ w[places] * torch.fill(w[0], w.mean())
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "std": lambda x, w: (x @ w).std(1),
     "kl_div": lambda x, w: F.kl_div((x @ w).log_softmax(1), x.softmax(1), reduction="none"),
@@ -35,6 +42,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max_pool3d": lambda x, w: F.max_pool3d((x @ w).view(-1, 1, 1, 2, 2), (1, 1, 2)),
     "amax": lambda x, w: x @ w * w.amax() + torch.norm(w, math.inf) * w.mean([]),
     "as_strided": lambda x, w: x @ torch.as_strided_scatter(w, w[:2, :2] * 2, (2, 2), (1, 8)),
+    "fill": filled,
     "count_nonzero": lambda x, w: x @ w * w.count_nonzero(),
     "slice": lambda x, w: torch.slice_scatter(x @ w[-9:], x[:, :2], 1, -9, 3, 2),
     "diagonal": lambda x, w: x @ w * torch.einsum("iij->j", w.view(2, 2, 4)),
