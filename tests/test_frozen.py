@@ -15,6 +15,7 @@ from models import MLP, WIDTH, Batch, hf_tokens
 from reference import fsdp2, gradients_of, parameters_of, rows_of, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -111,6 +112,16 @@ def lora_adapters_of_a_hugging_face_model_train_as_in_one_process() -> None:
     local: dict[str, Tensor] = get_peft_model_state_dict(model)
     assert list(local) == list(expected)
     assert all(isinstance(value, DTensor) for value in local.values())
+
+
+@FACTS.marked(needs_peft)
+def adapters_without_a_task_generate_by_the_compiled_model() -> None:
+    model, reference = ours(lora()), lora()
+    register_fsdp_forward_method(model, "generate")  # as transformers' Trainer does, and TRL
+    prompt = torch.randint(1, 32, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+    found, expected = (m.eval().generate(prompt, max_new_tokens=2, pad_token_id=0) for m in (model, reference))
+    assert torch.equal(found, expected)
+    assert not any("generate" in capture.cause.text for capture in graph_fsdp.inspect(model).captures)
 
 
 test_on_two_ranks = FACTS.on(2)

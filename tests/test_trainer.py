@@ -3,8 +3,9 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp.integrations.transformers import Trainer
 
+Generated: TypeAlias = list[list[torch.Tensor]]  # before a training and after, of each model
 CHECKPOINT = Path("run") / "checkpoint-3"
 
 
@@ -69,13 +71,13 @@ def test_a_checkpoint_of_accelerates_fsdp2_is_resumed(folder: Path, ranks: dict[
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
-def two_steps_and_generation(folder: str, runs: dict[str, list[str]]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def two_steps_and_generation(folder: str, runs: dict[str, list[str]]) -> tuple[dict[str, Any], Generated]:
     """On a rank: both, in one launch, as imports take longer than either."""
-    return trained(folder, runs), generated(folder)
+    return trained(folder, runs), [generated(folder, make) for make in (seq2seq, speech)]
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], Generated]]:
     runs = {"own": ["--steps", "2", "--own"], "ours": ["--steps", "2", "--evaluate"]}
     folder = tmp_path_factory.mktemp("two_steps")
     return run_ranks(two_steps_and_generation, 2, str(folder), runs, backend=None)
@@ -102,14 +104,36 @@ def seq2seq() -> transformers.T5ForConditionalGeneration:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def speech() -> transformers.WhisperForConditionalGeneration:
+    """Whose ``generate`` is its own, and calls the encoder by itself."""
+    torch.manual_seed(0)
+    layers = {"encoder_layers": 1, "encoder_ffn_dim": 32, "decoder_layers": 1, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16, "num_mel_bins": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY, max_source_positions=8, max_target_positions=16, begin_suppress_tokens=None,
+        **layers, **heads, **tokens,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def rows_of(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
+    rows = trainer_script.make_dataset()[:8]
+    if not isinstance(model, transformers.WhisperForConditionalGeneration):
+        return rows
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_features": torch.randn(8, 16, generator=generator), "labels": row["labels"]} for row in rows]
+
+
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """As docs/accelerate.md has it."""
 
 
-def generated(folder: str) -> list[torch.Tensor]:
+def generated(folder: str, make: Callable[[], torch.nn.Module]) -> list[torch.Tensor]:
     """On a rank: what is predicted before a training, as a plain model generates it, and after."""
     begin_anew()
-    rows = trainer_script.make_dataset()[:8]
+    model = make()
+    rows = rows_of(model)
     settings = transformers.Seq2SeqTrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -126,7 +150,7 @@ def generated(folder: str) -> list[torch.Tensor]:
         dataloader_pin_memory=False,
     )
     options: Any = {"train_dataset": rows, "eval_dataset": rows, "compile_options": {"backend": "eager"}}
-    trainer = Seq2SeqTrainer(seq2seq(), settings, **options)
+    trainer = Seq2SeqTrainer(model, settings, **options)
     before = trainer.predict(rows).predictions
     trainer.train()
     after = trainer.predict(rows).predictions
@@ -134,9 +158,12 @@ def generated(folder: str) -> list[torch.Tensor]:
     return [torch.from_numpy(before), torch.from_numpy(after)]
 
 
-def test_an_encoder_and_a_decoder_generate_before_and_after_a_training(two_steps: Any) -> None:
-    (before, after), other = (tensors for _, tensors in two_steps)
-    rows = torch.stack([row["input_ids"] for row in trainer_script.make_dataset()[:8]])
-    expected = seq2seq().generate(rows, max_length=3, do_sample=False)
+@pytest.mark.parametrize(("number", "make"), [(0, seq2seq), (1, speech)])
+def test_an_encoder_and_a_decoder_generate_before_and_after_a_training(two_steps: Any, number: int, make: Any) -> None:
+    (before, after), other = (generations[number] for _, generations in two_steps)
+    model = make()
+    name = "input_ids" if make is seq2seq else "input_features"
+    rows = torch.stack([row[name] for row in rows_of(model)])
+    expected = model.generate(rows, max_length=3, do_sample=False)
     assert torch.equal(before[:, : expected.shape[1]], expected) and not before[:, expected.shape[1] :].any()
     assert torch.equal(before, other[0]) and torch.equal(after, other[1])

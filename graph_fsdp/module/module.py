@@ -105,7 +105,7 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, CollectiveMet
             calls = _called_by(self, method)
             if calls == "the model":
                 return
-            made = _whole_in if calls == "the encoder" else _compiled_method
+            made = _whole_in if calls == "parts" else _compiled_method
             value = made(cast(nn.Module, self), name, method)
         elif name == "forward" and not torch.compiler.is_compiling() and not self._graph_fsdp.fullgraph:
             value = _forward_in_its_place(cast(nn.Module, self), value)
@@ -319,16 +319,18 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
     return functools.wraps(function)(like_no_other(run))  # in a model that breaks it is a frame by itself
 
 
-def _called_by(module: Any, method: Callable[..., Any]) -> str:
-    """Say what transformers' ``generate``, or PEFT's, calls; "" of any other method. That of a decoder is a loop of
+def _called_by(module: Any, method: Any) -> str:
+    """Say what a ``generate`` of transformers, or PEFT's, calls; "" of any other method. That of a decoder is a loop of
     Python, in which each call of "the model" is compiled already: transformers' Trainer registers it. That of an
-    encoder and a decoder is the same loop, which begins with a call of "the encoder" by itself."""
-    name = getattr(method, "__module__", ""), getattr(method, "__qualname__", "")
-    if name == ("transformers.generation.utils", "GenerationMixin.generate"):
-        return "the encoder" if getattr(module.config, "is_encoder_decoder", False) else "the model"
-    if name == ("peft.peft_model", "PeftModelForCausalLM.generate"):
-        return "the model" if isinstance(module.get_base_model(), GraphFSDPModule) else ""
-    return "the encoder" if name == ("peft.peft_model", "PeftModelForSeq2SeqLM.generate") else ""
+    encoder and a decoder, and those that models have of their own, also call "parts" of it by themselves."""
+    library, name = getattr(method, "__module__", ""), getattr(method, "__name__", "")
+    if name == "generate" and library.startswith("transformers."):
+        is_loop = library == "transformers.generation.utils" and not getattr(module.config, "is_encoder_decoder", False)
+        return "the model" if is_loop else "parts"
+    if name == "generate" and library == "peft.peft_model":
+        base: Any = module.get_base_model()
+        return "" if not isinstance(base, GraphFSDPModule) else _called_by(base, getattr(base, name))
+    return ""
 
 
 def _forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
