@@ -47,6 +47,11 @@ PROGRAMS = {
         "trainer_program.py", ("trl", "datasets"), f"SFTTrainer: its chunked loss, activation checkpointing, {WHAT}"
     ),
     "trl-lora": Program("trainer_program.py", ("trl", "peft", "datasets"), f"SFTTrainer with LoRA: the same, {WHAT}"),
+    "trl-dpo": Program("trainer_program.py", ("trl", "datasets"), f"DPOTrainer with a reference: {WHAT}"),
+    "trl-reward": Program("trainer_program.py", ("trl", "datasets"), f"RewardTrainer: {WHAT}"),
+    "trl-grpo-lora": Program(
+        "trainer_program.py", ("trl", "peft", "datasets"), f"GRPOTrainer with LoRA, which generates: {WHAT}"
+    ),
     "peft": Program(
         "loop_program.py", ("peft", "transformers"), "`get_peft_model` with LoRA in a loop; adapters saved"
     ),

@@ -1,4 +1,4 @@
-"""Transformers' Trainer, or TRL's SFTTrainer, on a rank of torchrun: under DistributedDataParallel or graph_fsdp.
+"""Transformers' Trainer, or one of TRL's, on a rank of torchrun: under DistributedDataParallel or graph_fsdp.
 
 It trains with accumulation, evaluates, saves in the middle, and writes its losses and those of a second trainer that
 resumes from what was saved.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ declare_where_missing()
 from graph_fsdp.integrations.transformers import Trainer  # noqa: E402
 
 VOCABULARY, LENGTH, STEPS = 64, 16, 4
+OF_TRL = {"trl": "SFT", "trl-lora": "SFT", "trl-dpo": "DPO", "trl-reward": "Reward", "trl-grpo-lora": "GRPO"}
 
 
-def model() -> Any:
-    torch.manual_seed(0)
+def model(cls: Any = transformers.LlamaForCausalLM, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -32,8 +34,10 @@ def model() -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        num_labels=1,
+        pad_token_id=0,
     )
-    return transformers.LlamaForCausalLM(config)
+    return cls(config)
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
@@ -41,13 +45,24 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in drawn.tolist()]
 
 
+def texts(count: int, seed: int, names: tuple[str, ...]) -> list[dict[str, str]]:
+    """Columns of words that are numbers."""
+    drawn = iter(rows(count * len(names), seed))
+    return [{name: " ".join(map(str, next(drawn)["input_ids"][:6])) for name in names} for _ in range(count)]
+
+
 def tokenizer() -> Any:
-    """Of words that are numbers; the rows have their numbers already."""
-    from tokenizers import Tokenizer
+    """Of words that are numbers."""
+    from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
 
     words = Tokenizer(WordLevel({f"{number}": number for number in range(VOCABULARY)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(int, completion.split())) % 7) for completion in completions]
 
 
 def settings(way: str, out: Path) -> dict[str, Any]:
@@ -81,29 +96,39 @@ def trainer(library: str, way: str, out: Path) -> transformers.Trainer:
     import trl
     from datasets import Dataset
 
-    class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
-        """TRL's, with ours as what it derives from."""
-
-    if library == "trl-lora":
+    kind, training = OF_TRL[library], settings(way, out)
+    base = getattr(trl, f"{kind}Trainer")
+    cls = type(base.__name__, (Trainer, base), {}) if way == "graph_fsdp" else base
+    made, draw = model(), rows
+    if kind == "DPO":
+        draw, options["ref_model"] = partial(texts, names=("prompt", "chosen", "rejected")), model(seed=1)
+    elif kind == "Reward":
+        draw, made = partial(texts, names=("chosen", "rejected")), model(transformers.LlamaForSequenceClassification)
+    elif kind == "GRPO":
+        draw, options["reward_funcs"] = partial(texts, names=("prompt",)), rewards
+        each = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+        training |= {**each, "num_generations": 4, "max_completion_length": 6}
+    if kind != "GRPO":
+        training["max_length"] = LENGTH
+    if library.endswith("-lora"):
         from peft import LoraConfig
 
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
     torch.manual_seed(0)
-    return (SFTTrainer if way == "graph_fsdp" else trl.SFTTrainer)(
-        model=model(),
-        args=trl.SFTConfig(max_length=LENGTH, **settings(way, out)),
-        train_dataset=Dataset.from_list(rows(64, 1)),
-        eval_dataset=Dataset.from_list(rows(8, 2)),
+    return cls(
+        model=made,
+        args=getattr(trl, f"{kind}Config")(**training),
+        train_dataset=Dataset.from_list(draw(64, 1)),
+        eval_dataset=Dataset.from_list(draw(8, 2)),
         processing_class=tokenizer(),
         **options,
     )
 
 
-def history(made: transformers.Trainer) -> dict[str, list[float]]:
-    return {
-        key: [entry[key] for entry in made.state.log_history if key in entry]
-        for key in ("loss", "grad_norm", "eval_loss")
-    }
+def history(made: transformers.Trainer, library: str) -> dict[str, list[float]]:
+    """GRPO's loss is zero but for rounding where nothing has been learnt."""
+    keys = ("reward", "entropy", "grad_norm") if OF_TRL.get(library) == "GRPO" else ("loss", "grad_norm", "eval_loss")
+    return {key: [entry[key] for entry in made.state.log_history if key in entry] for key in keys}
 
 
 def main() -> None:
@@ -118,7 +143,7 @@ def main() -> None:
     second = trainer(options.library, options.way, options.out)
     second.train(resume_from_checkpoint=str(options.out / f"checkpoint-{STEPS // 2}"))
     if first.is_world_process_zero():
-        found = {"trained": history(first), "resumed": history(second)}
+        found = {"trained": history(first, options.library), "resumed": history(second, options.library)}
         (options.out / "losses.json").write_text(json.dumps(found))
 
 
