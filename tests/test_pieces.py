@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from marks import fake_reductions
 from models import MLP, WIDTH, MLPBlock
 from printed import bucket_table, stage_text
 from torch import Tensor, fx, nn
@@ -261,6 +262,7 @@ def test_what_unshard_made_whole_is_not_shared() -> None:
     assert "whole_blocks_1_up_weight" in stages_of(graph_fsdp.inspect(model), "inference")[-1]
 
 
+@fake_reductions
 @pytest.mark.filterwarnings("ignore:code outside of graphs reads")
 def test_what_python_reads_is_gathered_again_in_a_backward_after_its_unit_was_resharded() -> None:
     model: Any = compiled(ReadByPython())
