@@ -42,7 +42,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max_pool3d": lambda x, w: F.max_pool3d((x @ w).view(-1, 1, 1, 2, 2), (1, 1, 2)),
     "amax": lambda x, w: x @ w * w.amax() + torch.norm(w, math.inf) * w.mean([]),
     "as_strided": lambda x, w: x @ torch.as_strided_scatter(w, w[:2, :2] * 2, (2, 2), (1, 8)),
-    "fill": filled,
     "count_nonzero": lambda x, w: x @ w * w.count_nonzero(),
     "slice": lambda x, w: torch.slice_scatter(x @ w[-9:], x[:, :2], 1, -9, 3, 2),
     "diagonal": lambda x, w: x @ w * torch.einsum("iij->j", w.view(2, 2, 4)),
@@ -61,6 +60,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nansum": lambda x, w: x @ w + (x @ w).log().nansum(1, keepdim=True),
     "in place": lambda x, w: (x @ w).unsqueeze_(0).transpose_(0, 1).squeeze_(1),
     "quantile": lambda x, w: torch.quantile(x @ w, 0.3, dim=1),
+    "fill": filled,
 }
 
 
