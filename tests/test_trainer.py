@@ -104,8 +104,14 @@ def seq2seq() -> transformers.T5ForConditionalGeneration:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def speech() -> transformers.WhisperForConditionalGeneration:
-    """Whose ``generate`` is its own, and calls the encoder by itself."""
+class Speech(transformers.WhisperForConditionalGeneration):
+    """Code as it comes with weights, outside of transformers. Whisper's ``generate`` calls the encoder by itself."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs)
+
+
+def speech() -> Speech:
     torch.manual_seed(0)
     layers = {"encoder_layers": 1, "encoder_ffn_dim": 32, "decoder_layers": 1, "decoder_ffn_dim": 32}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16, "num_mel_bins": 8}
@@ -114,12 +120,12 @@ def speech() -> transformers.WhisperForConditionalGeneration:
         vocab_size=VOCABULARY, max_source_positions=8, max_target_positions=16, begin_suppress_tokens=None,
         **layers, **heads, **tokens,
     )  # fmt: skip
-    return transformers.WhisperForConditionalGeneration(config)
+    return Speech(config)
 
 
 def rows_of(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     rows = trainer_script.make_dataset()[:8]
-    if not isinstance(model, transformers.WhisperForConditionalGeneration):
+    if not isinstance(model, Speech):
         return rows
     generator = torch.Generator().manual_seed(0)
     return [{"input_features": torch.randn(8, 16, generator=generator), "labels": row["labels"]} for row in rows]

@@ -320,11 +320,11 @@ def _entering(name: str, function: Callable[..., Any], number: int, *given: Any)
 
 
 def _called_by(module: Any, method: Any) -> str:
-    """Say what a ``generate`` of transformers, or PEFT's, calls; "" of any other method. That of a decoder is a loop of
-    Python, in which each call of "the model" is compiled already: transformers' Trainer registers it. That of an
-    encoder and a decoder, and those that models have of their own, also call "parts" of it by themselves."""
+    """Say what the ``generate`` of a model of transformers, or PEFT's, calls; "" of any other method. That of a decoder
+    is a loop of Python, in which each call of "the model" is compiled already: transformers' Trainer registers it. That
+    of an encoder and a decoder, and those that models have of their own, also call "parts" of it by themselves."""
     library, name = getattr(method, "__module__", ""), getattr(method, "__name__", "")
-    if name == "generate" and library.startswith("transformers."):
+    if name == "generate" and any(kind.__module__ == "transformers.modeling_utils" for kind in type(module).__mro__):
         is_loop = library == "transformers.generation.utils" and not getattr(module.config, "is_encoder_decoder", False)
         return "the model" if is_loop else "parts"
     if name == "generate" and library == "peft.peft_model":
