@@ -134,6 +134,15 @@ def exits_early(code: int) -> None:
     os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 
 
+def not_connected(folder: str, before: int) -> int:
+    """Fails until there have been ``before`` launches."""
+    launches = len(list(Path(folder).iterdir()))
+    (Path(folder) / str(launches)).touch()
+    if launches < before:
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:144] Connection closed by peer")
+    return launches
+
+
 def dies_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -176,6 +185,13 @@ def test_results_come_back_in_the_order_of_ranks(scratch: Path) -> None:
 
 def test_without_a_backend_the_function_makes_the_group() -> None:
     assert run_ranks(group_state, 2, backend=None) == [(False, "gloo")] * 2
+
+
+def test_a_rank_that_gloo_cannot_connect_is_started_once_more_and_not_twice(tmp_path: Path) -> None:
+    assert run_ranks(not_connected, 1, str(tmp_path), 1, backend=None) == [1]
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        run_ranks(not_connected, 1, str(tmp_path), 4, backend=None)
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_rank_that_has_finished_stays_until_all_have() -> None:
