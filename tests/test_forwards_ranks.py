@@ -58,6 +58,19 @@ def rows_that_the_data_chooses() -> None:
     trains_as_plain(lambda m, x: m.second(m.first(x)).masked_select(x > 0), activation_checkpointing="unit")
 
 
+def of_the_rows_chosen_again(m: Two, x: Tensor) -> Tensor:
+    """Layers for themselves choose the same rows, of which one choice stays in the graph, as graph neural networks do
+    that take self-loops out of the edges."""
+    first = m.first(torch.cat([x[of_positive(x)], x.new_ones(3, 8)]))
+    return first * m.second(torch.cat([x[of_positive(x)], x.new_ones(3, 8)]))
+
+
+@FACTS
+def rows_that_layers_choose_alike() -> None:
+    trains_as_plain(of_the_rows_chosen_again)
+    trains_as_plain(of_the_rows_chosen_again, activation_checkpointing="unit")
+
+
 class Counted(torch.autograd.Function):
     """Its gradient of ``bias`` depends on what came in, and on no gradient."""
 

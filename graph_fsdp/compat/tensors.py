@@ -98,6 +98,16 @@ def with_sizes_of(node: torch.fx.Node, mode: Any, compute: Callable[[], Any]) ->
     return value
 
 
+def unify_sizes(value: Any, same: Any) -> None:
+    """Replace sizes of a value that only data decides by those of one that is computed alike, in all values of their
+    trace."""
+    for one, other in zip(pytree.tree_leaves(value), pytree.tree_leaves(same), strict=True):
+        sizes = zip(one.shape, other.shape, strict=True) if isinstance(one, torch.Tensor) else [(one, other)]
+        for size, target in sizes:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and size.node.expr != target.node.expr:
+                size.node.shape_env._set_replacement(size.node.expr, target.node.expr, "computed alike")
+
+
 def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
     assert isinstance(tensor, DTensor)

@@ -31,7 +31,7 @@ from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
 from graph_fsdp.passes.transforms.activation_checkpointing import with_torchs_budget
 from graph_fsdp.passes.transforms.edits import put_inputs_first
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
-from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
+from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded, unify_sizes
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime.regions.regions import Step
 from graph_fsdp.runtime.withheld_gradients import find_absent
@@ -137,6 +137,7 @@ class AotTrace:
         self, joint: Graph, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Divide a joint graph, which stays, but for what nothing reads."""
+        unify_sizes(joint)
         module, graph = joint.module, joint.fx_graph
         with (
             compat.activation_memory_budget(joint.activation_memory_budget),

@@ -1,7 +1,9 @@
-"""Mend what the partitioner left, before all passes and whatever pipeline the user has.
+"""Mend what the partitioner leaves, before all passes and whatever pipeline the user has.
 
 **Inputs that forward writes to**: where such an input is saved, a copy of its old value is saved instead, or backward
 would read the new one (*Saved inputs that forward writes to* in docs/decisions/memory.md).
+
+**Sizes that the data decides** are made equal before the partition where operators compute the same.
 
 **Parameters that are whole before the forward begins** are inputs and not gathered. A graph takes them behind its other
 inputs; backward, what forward saved of them. Gradients are reduced to shards as ever.
@@ -16,10 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_fsdp import compat
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
-from graph_fsdp.passes.ir.effects import aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs, draws, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.transforms.edits import add_input, add_outputs, first_saved
@@ -52,6 +55,24 @@ def save_as_they_were(forward: Graph, user_outputs: int, written_later: Collecti
             user.replace_input_with(node, copy)
         outputs[user_outputs:] = [copy if value is node else value for value in outputs[user_outputs:]]
     forward.output.args = (tuple(outputs),)
+
+
+def unify_sizes(joint: Graph) -> None:
+    """Have operators that compute the same results of the same sizes, where the data decides them (the rows of
+    ``x[mask]``). The partitioner keeps one of such operators, and the values of what follows the others as they were,
+    with sizes that no operator defines any more."""
+    if not any("unbacked_bindings" in node.meta for node in joint.nodes):
+        return
+    first: dict[str, fx.Node] = {}  # of those that compute the same
+    same: dict[fx.Node, fx.Node] = {}
+    for node in joint.nodes:
+        found = node
+        if node.op == "call_function" and not draws(node):
+            args = fx.map_arg((node.args, node.kwargs), lambda n: same[n])
+            found = first.setdefault(f"{node.target} of {args}", node)
+        same[node] = found
+        if found is not node and "unbacked_bindings" in node.meta:
+            compat.unify_sizes(node.meta["val"], found.meta["val"])
 
 
 def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:
