@@ -32,6 +32,7 @@ check_torch_version(torch.__version__)  # before the imports that an older torch
 # reduce_dtype, before in param_dtype; and it casts gradients before it adds them to kept ones, before after.
 REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
 
+from graph_fsdp.compat.autograd import *
 from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dtensor_lists import begin_equal_places as begin_equal_places
