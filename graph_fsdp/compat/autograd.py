@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -96,3 +96,42 @@ def is_hooked(node: Any) -> bool:
         if count > 1:
             return True
     return False
+
+
+def around_backwards_of_python(
+    outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], around: Callable[[Any], Any]
+) -> None:
+    """Have each ``torch.autograd.Function`` that Python ran between two lists of tensors run ``around(backward)`` in
+    place of its backward."""
+    seen = {tensor.grad_fn for tensor in inputs}
+    nodes = [tensor.grad_fn for tensor in outputs]
+    functions: dict[Any, Any] = {}
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        function = getattr(node, "_forward_cls", None)  # an attribute of the node once it is another than its class's
+        if function is None or function.__module__.startswith(_NOT_OF_USERS) or "_forward_cls" in vars(node):
+            continue
+        if function not in functions:
+            functions[function] = _WithBackwards(function, around)
+        node._forward_cls = functions[function]
+
+
+# These call nothing of a model: what AOTAutograd has compiled, collectives, DTensor, and ours.
+_NOT_OF_USERS = ("torch._", "torch.distributed.", "graph_fsdp.")
+
+
+class _WithBackwards:
+    """Stands for a ``torch.autograd.Function``, of which a node of autograd asks for what runs backward."""
+
+    def __init__(self, function: Any, around: Callable[[Any], Any]) -> None:
+        self._function = function
+        self.backward = around(function.backward)
+        is_given = function.vjp is not torch.autograd.Function.vjp
+        self.vjp = around(function.vjp) if is_given else function.vjp
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)

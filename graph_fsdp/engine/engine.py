@@ -172,8 +172,6 @@ class Engine:
         """Run a function of ``module``, the model or one of its units, with placeholders in the place of parameters."""
         if self.storage.active:
             raise RuntimeError("the forward of a graph_fsdp model was called from within itself; call its submodules")
-        if (again := self.python_reads.function_in_backward(entry.unit, entry.function)) is not None:
-            return again(module, *args, **kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.schedules.failures_told(entry.name))
             self.structure.check()
@@ -205,7 +203,8 @@ class Engine:
             try:
                 outputs = self._function_compiled(key)(module, *args, **kwargs)
                 outputs = self.storage.without_placeholders(outputs)
-                return differentiable_once(outputs, inputs.recorded, self.python_reads.before_backward(entry.unit))
+                before = self.python_reads.before_backward((args, kwargs), outputs)
+                return differentiable_once(outputs, inputs.recorded, before)
             except compat.BackendCompilerFailed as error:
                 raise error.inner_exception from error.inner_exception.__cause__
             except compat.NOT_TRACED as error:

@@ -32,6 +32,7 @@ from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.recompilation import CaptureKey, Cause
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.gradients import connected_shards
+from graph_fsdp.parameters.inputs import tensors_of
 from graph_fsdp.parameters.placeholder import calling_line, unguarded
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.parameters.shards import set_memory
@@ -58,7 +59,8 @@ class PythonReads:
         self.versions: dict[str, int] = {}  # of the placeholders that were whole, as they were found
         self._watches = not fullgraph and engine.backend.name != "xla"
         self._awaited = -1  # the backward whose end is awaited, by number
-        self._backwards: set[str] = set()  # modules, by name, the backward of whose call has begun and not ended
+        # While a backward computes something again: whether that has had gradients, in a backward of its own.
+        self._inner: bool | None = None
 
     # --- from outside
 
@@ -83,8 +85,6 @@ class PythonReads:
     def forward_call(self) -> Iterator[None]:
         """Release at the end of a call what only it needs, whatever happens in it."""
         self.release()
-        if compat.current_backward() == -1:
-            self._backwards.clear()  # of one that raised
         self._grad, self._units = torch.is_grad_enabled(), {}
         if self._watches:
             self._watch()
@@ -99,16 +99,15 @@ class PythonReads:
             if not keep:
                 self.release()
 
-    def before_backward(self, called: str) -> Callable[[Any], None] | None:
-        """Return what is to be called before the backward of the call of a module that has just run; None where nothing
-        may break."""
+    def before_backward(self, inputs: Any, outputs: Any) -> Callable[[Any], None] | None:
+        """Return what is to be called before the backward of a call that has just run, from ``inputs`` to ``outputs``;
+        None where nothing may break. What Python computes in it, it does with placeholders as in forward."""
         units = self._units
         if not self._watches or not self._grad:
             return None
+        compat.around_backwards_of_python(tensors_of(outputs), tensors_of(inputs), self._again)
 
         def gather_again(_: Any) -> None:
-            self._backwards.add(called)
-            compat.when_backward_ends(lambda: self._backwards.discard(called))
             for unit, versions in units.items():
                 if self._shard_versions(unit) != versions:
                     raise ParameterChangedError(
@@ -119,13 +118,6 @@ class PythonReads:
                     self._gather(unit, "")
 
         return gather_again
-
-    def function_in_backward(self, name: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return what a call of module ``name`` runs in the backward of a call of one that it is in: an
-        ``autograd.Function`` of Python's computes it again, and may ask for gradients of the parameters that it was
-        given, which are placeholders. None: it is another call."""
-        inside = any(name.startswith(f"{module}." if module else module) for module in self._backwards - {name})
-        return self._again(function) if inside and compat.current_backward() != -1 else None
 
     def release(self, *, but: str | None = None) -> None:
         """Take the memory of placeholders away again, but for those of unit ``but``."""
@@ -138,14 +130,21 @@ class PythonReads:
                     compat.set_version(p.placeholder, self.versions[p.spec.name] + 1)
 
     def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that a checkpoint computes again in backward, with placeholders as in forward."""
+        """Return a function that computes in backward, with placeholders as in forward."""
         engine = self._engine
 
         def computed(*args: Any, **kwargs: Any) -> Any:
             if compat.current_backward() == -1 or engine.storage.active:
                 return function(*args, **kwargs)
-            with engine.storage.placeholders_registered(), engine.entered():
-                return function(*args, **kwargs)
+            self._inner = False
+            try:
+                with engine.storage.placeholders_registered(), engine.entered():
+                    found = function(*args, **kwargs)
+            finally:
+                inner, self._inner = self._inner, None
+            if inner or self._whole:
+                self._arrived()
+            return found
 
         return computed
 
@@ -231,7 +230,9 @@ class PythonReads:
                     node.register_hook(self._arrived)
 
     def _arrived(self, *_: Any) -> None:
-        if self._awaited != (backward := compat.current_backward()):  # one that raised has no end
+        if self._inner is not None:  # of a backward of what is computed again, which another may follow
+            self._inner = True
+        elif self._awaited != (backward := compat.current_backward()):  # one that raised has no end
             self._awaited = backward
             compat.when_backward_ends(self._reduce)
 

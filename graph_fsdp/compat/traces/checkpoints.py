@@ -11,7 +11,6 @@ from torch.utils import checkpoint
 
 Function = Callable[..., Any]
 
-_CHECKPOINT: Any = checkpoint.CheckpointFunction
 # What keeps the function that is to be computed again; torch 2.15 has both.
 _NAMES = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 _NAME = next(name for name in _NAMES if hasattr(checkpoint, name))
@@ -21,15 +20,10 @@ _without_reentrance: Function = getattr(checkpoint, _NAME)
 @contextlib.contextmanager
 def checkpointed_functions(around: Callable[[Function], Function]) -> Iterator[None]:
     """Have checkpoints that begin in this time compute ``around(function)`` again in place of the function. Reentrant
-    ones compute it in forward, too."""
-
-    class Checkpoint:
-        @staticmethod
-        def apply(function: Function, *args: Any) -> Any:
-            return _CHECKPOINT.apply(around(function), *args)
+    ones are of a ``torch.autograd.Function``."""
 
     def begin(function: Function, *args: Any, **kwargs: Any) -> Any:
         return _without_reentrance(around(function), *args, **kwargs)
 
-    with patch.object(checkpoint, _NAME, begin), patch.object(checkpoint, "CheckpointFunction", Checkpoint):
+    with patch.object(checkpoint, _NAME, begin):
         yield
