@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -50,6 +51,7 @@ class SaveBases(GraphPass):
         views = [n for n in graph.fx_graph.nodes if n not in gradients and _is_view(n) and "recompute" not in n.meta]
         for node in views:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = math.nan  # of no region: torch 2.9 asks whether one comes after another
         return f"{len(views)} views are made again in backward"
 
 
