@@ -71,6 +71,22 @@ def rows_that_layers_choose_alike() -> None:
     trains_as_plain(of_the_rows_chosen_again, activation_checkpointing="unit")
 
 
+@torch.compiler.disable
+def left_to_python(layer: nn.Module, x: Tensor) -> Any:
+    return layer(x)
+
+
+def of_jagged_rows(m: Two, x: Tensor) -> Tensor:
+    lengths = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 6]))
+    return left_to_python(m.second, torch.relu(m.first(lengths))).values()  # type: ignore[no-any-return]
+
+
+@FACTS
+def nested_tensors_in_code_outside_of_graphs() -> None:
+    """They come before parameters where torch asks for ``__torch_function__``."""
+    trains_as_plain(of_jagged_rows, fullgraph=False)
+
+
 class Counted(torch.autograd.Function):
     """Its gradient of ``bias`` depends on what came in, and on no gradient."""
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.optim import _muon
 from torch.utils import _pytree, dlpack

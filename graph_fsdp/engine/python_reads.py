@@ -33,7 +33,7 @@ from graph_fsdp.engine.recompilation import CaptureKey, Cause
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.inputs import tensors_of
-from graph_fsdp.parameters.placeholder import calling_line, unguarded
+from graph_fsdp.parameters.placeholder import calling_line, guard_beside_nested_tensors, unguarded
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.parameters.shards import set_memory
 from graph_fsdp.passes.ir.settings import Settings
@@ -58,6 +58,8 @@ class PythonReads:
         self._leaves: dict[str, Any] = {}  # autograd's nodes of placeholders, which live as long as someone has them
         self.versions: dict[str, int] = {}  # of the placeholders that were whole, as they were found
         self._watches = not fullgraph and engine.backend.name != "xla"
+        if self._watches:
+            guard_beside_nested_tensors()
         self._awaited = -1  # the backward whose end is awaited, by number
         # While a backward computes something again: whether that has had gradients, in a backward of its own.
         self._inner: bool | None = None

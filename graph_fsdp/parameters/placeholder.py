@@ -112,17 +112,39 @@ def unguarded(placeholders: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on placeholders that have memory for it (``python_reads.py``)."""
+    with unguarded(_given_memory(func, [*args, *kwargs.values()])), compat.without_torch_function():
+        return func(*args, **kwargs)
+
+
+def _given_memory(func: Callable[..., Any], operands: list[Any]) -> list[Any]:
+    """Have placeholders among ``operands`` have memory, and return those that are DTensors."""
     by_model: dict[Storage, list[str]] = {}
     divided: list[Any] = []
-    for value in iterate_tensors([*args, *kwargs.values()]):
+    for value in iterate_tensors(operands):
         if isinstance(value, (GuardedPlaceholder, GuardedTensorParallelPlaceholder)):
             name, storage = value._graph_fsdp
             by_model.setdefault(storage, []).append(name)
             divided += [value] if isinstance(value, DTensor) else []
     for storage, names in by_model.items():
         _have_memory(func, storage, names)
-    with unguarded(divided), compat.without_torch_function():
-        return func(*args, **kwargs)
+    return divided
+
+
+@functools.cache
+def guard_beside_nested_tensors() -> None:
+    """Have what Python calls on a nested tensor and placeholders find these whole: the nested tensor, whose
+    ``__torch_function__`` takes whatever is beside it, is asked first."""
+    own = compat.NestedTensor.__torch_function__
+
+    def guarded(
+        cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not compat.is_tracing() and any(issubclass(kind, GuardedPlaceholder) for kind in types):
+            _given_memory(func, [*args, *(kwargs or {}).values()])
+        return own(func, types, args, kwargs)
+
+    compat.leave_to_python(guarded)
+    compat.NestedTensor.__torch_function__ = classmethod(guarded)  # type: ignore[assignment,method-assign]
 
 
 @torch.compiler.disable
@@ -155,5 +177,5 @@ def line_of(frame: traceback.FrameSummary) -> str:
 
 
 # Dynamo traces these functions within others, and would compile them by themselves where Python calls them.
-for _function in (_torch_function, _read, iterate_tensors):
+for _function in (_torch_function, _read, _given_memory, iterate_tensors):
     compat.leave_to_python(_function)
