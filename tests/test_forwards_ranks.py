@@ -87,6 +87,27 @@ def nested_tensors_in_code_outside_of_graphs() -> None:
     trains_as_plain(of_jagged_rows, fullgraph=False)
 
 
+def mean_over_the_rows_of_all_ranks(m: Two, x: Tensor) -> Tensor:
+    count = torch.tensor(len(x))
+    counts = [torch.empty_like(count) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, count)
+    dist.all_reduce(count)
+    return m.second(m.first(x)).sum() / count.item() * sum(counts) / torch.stack(counts).max()
+
+
+@FACTS
+def numbers_that_ranks_exchange_where_one_of_them_traces_alone() -> None:
+    """A number that is known when the forward is traced is exchanged when it runs."""
+    torch.manual_seed(0)
+    model, plain = pair(Two(mean_over_the_rows_of_all_ranks), dynamic=False)
+    for sizes in ((6, 6), (6, 4), (3, 4)):
+        losses = [m(rows(sizes[dist.get_rank()], 8)) for m in (model, plain)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        check_gradients(model, plain)
+
+
 class Counted(torch.autograd.Function):
     """Its gradient of ``bias`` depends on what came in, and on no gradient."""
 

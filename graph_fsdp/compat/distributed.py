@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, FakeWork, ReduceScatterOptions
+from torch.distributed import _functional_collectives as _functional
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
@@ -36,6 +37,9 @@ WrapPolicy = _Policy
 default_store = _get_default_store
 # The attribute of a module that says which of torch's composable functions were applied to it.
 APPLIED: str = REGISTRY_KEY
+# What collectives of users are traced as. 2.9 has the gather under another name.
+all_gather: Any = getattr(_functional, "all_gather_single", _functional.all_gather_tensor)
+TRACED_COLLECTIVES: tuple[Any, ...] = (_functional.all_reduce, _functional.broadcast, _functional.all_to_all_single)
 
 _NEVER_SENT = 2**30  # a message's tag
 # Methods of a pipeline's stage in which it sends shapes to others, or runs its module to find them.

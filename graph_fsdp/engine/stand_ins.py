@@ -24,6 +24,8 @@ def install() -> None:
         (checkpoint_sequential, _in_segments),
         (compat.detect_is_causal_mask, _is_said_causal),
         (handle_torch_function, of_plain_tensors),
+        (compat.all_gather, _all_gather_of_rows),
+        *((collective, _of_numbers(collective)) for collective in compat.TRACED_COLLECTIVES),
     ):
         _trace_as(original, traced)
     compat.inline_compile_regions(lambda: Entered.engine >= 0)
@@ -68,6 +70,29 @@ def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: in
     return is_causal is True
 
 
+def _of_numbers(collective: Any) -> Any:
+    """Stand for a collective, which torch runs while it traces where it has one number that is known then
+    (``torch.tensor(x.shape[0])``): a rank that traces alone would wait for the others."""
+    as_ever = _as_ever(collective)
+
+    def run_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return as_ever(_unknown(tensor), *args, **kwargs)
+
+    return run_later
+
+
+def _unknown(tensor: Tensor) -> Tensor:
+    if tensor.numel() != 1:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)  # empty_like is known, too
+
+
+def _all_gather_of_rows(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stand for the collective that ``dist.all_gather`` is in a graph, of numbers as of rows with one element: gloo
+    refuses numbers."""
+    return _all_gather(_unknown(tensor.view(1) if tensor.dim() == 0 else tensor), *args, **kwargs)
+
+
 def of_plain_tensors(function: Any, relevant: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
     """Stand for the look of Python functions as ``F.rms_norm`` and ``F.pad`` for classes of tensors, where guarded
     placeholders are all that have one. Dynamo finds them again where ``__torch_function__`` has been disabled, and then
@@ -84,3 +109,4 @@ def _plain(value: Any) -> Any:
 
 _GUARDED = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
 _torch_functions = _as_ever(handle_torch_function)
+_all_gather = _as_ever(compat.all_gather)
