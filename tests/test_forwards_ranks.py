@@ -78,7 +78,8 @@ def left_to_python(layer: nn.Module, x: Tensor) -> Any:
 
 def of_jagged_rows(m: Two, x: Tensor) -> Tensor:
     lengths = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 6]))
-    return left_to_python(m.second, torch.relu(m.first(lengths))).values()  # type: ignore[no-any-return]
+    first, second = torch.relu(m.first(lengths)), m.second(lengths)  # a graph returns both, with their offsets
+    return (left_to_python(m.second, first) + first * second).values()  # type: ignore[no-any-return]
 
 
 @FACTS

@@ -218,7 +218,8 @@ class AotTrace:
 
 
 def with_outputs_apart(run: Callable[[list[Any]], Any], outputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Return ``run``, the program of a forward graph, so that no two of ``outputs`` are one tensor.
+    """Return ``run``, the program of a forward graph, so that no two of ``outputs`` are one tensor, but for integers:
+    nested tensors have the same lengths where they have one tensor of offsets.
 
     Inductor returns one tensor for a value and what ``detach`` makes of it. AOTAutograd marks what needs no gradient as
     not differentiable, and so the other, too: of ``h.view(-1), h.detach()`` the view, whose base is ``h``, would have
@@ -233,7 +234,7 @@ def with_outputs_apart(run: Callable[[list[Any]], Any], outputs: Sequence[Any]) 
         seen: set[int] = set()
         for place in places:
             value = values[place]
-            if isinstance(value, torch.Tensor) and id(value) in seen:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and id(value) in seen:
                 values[place] = value = value.detach()
             seen.add(id(value))
         return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -109,4 +109,4 @@ def _plain(value: Any) -> Any:
 
 _GUARDED = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
 _torch_functions = _as_ever(handle_torch_function)
-_all_gather = _as_ever(compat.all_gather)
+_all_gather: Callable[..., Tensor] = _as_ever(compat.all_gather)
