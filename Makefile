@@ -39,7 +39,8 @@ PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar 
 bytecode = $(1)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(1)/lib \
 	graph_fsdp passes runtime || true
 
-LIBRARIES := timm transformers diffusers accelerate peft trl datasets torchtitan triton
+LIBRARIES := timm transformers diffusers torch_geometric x-transformers reformer-pytorch \
+	accelerate peft trl datasets torchtitan triton
 
 .PHONY: train test test-long test-all test-xla test-package test-matrix compatibility gpu replay docs lint types clean
 

@@ -1,4 +1,4 @@
-"""Models of timm, transformers and diffusers, and training by libraries: the second table of docs/compatibility.md.
+"""Models of other libraries, and training by libraries: the second table of docs/compatibility.md.
 
     python benchmarks/models_compatibility.py                          all that is installed
     python benchmarks/models_compatibility.py --only Llama --only ViT  models with one of these in their names
@@ -35,7 +35,7 @@ from third_party.case import Case
 from third_party.forks import Results, in_this_process, on_ranks
 
 NAME = "models_compatibility"
-LIBRARIES = ("timm", "transformers", "diffusers")
+LIBRARIES = ("timm", "transformers", "diffusers", "torch_geometric", "x_transformers", "reformer_pytorch")
 SECONDS = 300.0  # a model has; most take ten
 IMPLEMENTATIONS = ("torch.compile", "FSDP2", "graph_fsdp")
 TRAINS = ("fullgraph", "fullgraph=False")
@@ -59,6 +59,10 @@ ON_TWO_RANKS = (
     "vit_tiny_patch16_224",
     "UNet2DModel",
     "FluxTransformer2DModel",
+    "GATv2Conv",
+    "TopKPooling",
+    "XTransformer",
+    "ReformerLM",
 )
 
 
