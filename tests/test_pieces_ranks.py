@@ -199,4 +199,40 @@ def a_parameter_that_one_rank_alone_reads_is_an_error_on_both() -> None:
         model(batch(0))
 
 
+class Steps(MLP):
+    """A solver, which takes more steps on one rank than on another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2 + 3 * dist.get_rank()):
+            x = x + 0.1 * self.blocks[0](x)
+        return self.head(self.blocks[1](x))
+
+
+class StepsOfPython(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.solve(x)))
+
+    @torch.compiler.disable
+    def solve(self, x: Tensor) -> Tensor:
+        for _ in range(2 + 3 * dist.get_rank()):
+            x = x + 0.1 * self.blocks[0](x)
+        return x
+
+
+@FACTS
+def each_rank_takes_as_many_steps_as_it_needs() -> None:
+    """Outside of graphs, and in one, where the unit is gathered once for all steps."""
+    for kind, fullgraph in ((StepsOfPython, False), (Steps, True)):
+        model, plain = kind(), Steps()
+        plain.load_state_dict(model.state_dict())
+        graph_fsdp.compile(model, backend="eager", fullgraph=fullgraph)
+        for step in range(2):
+            for made in (model, plain):
+                made(batch(step)).square().mean().backward()
+            for (name, found), p in zip(model.named_parameters(), plain.parameters(), strict=True):
+                dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+                torch.testing.assert_close(found.grad.full_tensor(), p.grad, msg=lambda m, n=name: f"{n}: {m}")
+                found.grad = p.grad = None
+
+
 test_on_two_ranks = FACTS.on(2)

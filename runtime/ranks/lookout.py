@@ -39,7 +39,8 @@ _END_SECONDS = 2.0  # for a look under way, when the process ends
 COMPILES = "compiles a graph that no rank has run before"
 ADVICE = (
     "ranks have to take the same branches, freeze the same parameters, and train or evaluate together: decide by what "
-    "all of them share"
+    "all of them share. What each decides for itself, as a solver does its steps, leave it to Python: "
+    "@torch.compiler.disable around it, and fullgraph=False"
 )
 
 
