@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.optim import _muon
@@ -104,8 +105,10 @@ def unify_sizes(value: Any, same: Any) -> None:
     for one, other in zip(pytree.tree_leaves(value), pytree.tree_leaves(same), strict=True):
         sizes = zip(one.shape, other.shape, strict=True) if isinstance(one, torch.Tensor) else [(one, other)]
         for size, target in sizes:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and size.node.expr != target.node.expr:
-                size.node.shape_env._set_replacement(size.node.expr, target.node.expr, "computed alike")
+            if isinstance(size, torch.SymInt) and isinstance(target, torch.SymInt):
+                one_size, same_size = size.node.expr, target.node.expr
+                if one_size.is_symbol and one_size != same_size:
+                    size.node.shape_env._set_replacement(one_size, same_size, "computed alike")
 
 
 def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

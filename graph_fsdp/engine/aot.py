@@ -234,7 +234,9 @@ def with_outputs_apart(run: Callable[[list[Any]], Any], outputs: Sequence[Any]) 
         seen: set[int] = set()
         for place in places:
             value = values[place]
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and id(value) in seen:
+            if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+                continue
+            if id(value) in seen:
                 values[place] = value = value.detach()
             seen.add(id(value))
         return values

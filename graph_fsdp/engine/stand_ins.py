@@ -82,9 +82,9 @@ def _of_numbers(collective: Any) -> Any:
 
 
 def _unknown(tensor: Tensor) -> Tensor:
-    if tensor.numel() != 1:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)  # empty_like is known, too
+    if compat.statically_known_true(tensor.numel() == 1):  # no guard where the data decides
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)  # no empty_like: known
+    return tensor
 
 
 def _all_gather_of_rows(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
