@@ -126,6 +126,85 @@ def test_a_state_that_is_not_of_elements_is_refused(
     single.step()
 
 
+class GlobalNorm(optim.Optimizer):
+    """Divides by the norm of all gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+class Steps(optim.Optimizer):
+    """Subtracts what a function makes of each parameter and its gradient."""
+
+    def __init__(self, params: Any, change: Callable[[Tensor, Tensor], Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.change, self.steps = change, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.change(p, p.grad), alpha=group["lr"])
+
+
+def raises_of_vectors(p: Tensor, grad: Tensor) -> Tensor:
+    if p.dim() < 2 and p.numel() > 5:
+        raise RuntimeError("no matrix")
+    return grad
+
+
+NOT_OF_ELEMENTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "a norm": (
+        lambda p, grad: grad / grad.norm(),
+        "100 steps over three small tensors, and over a flat part of them, differ by",
+    ),
+    "a number of dimensions": (lambda p, grad: grad + p * (p.dim() > 1), "100 steps over three small tensors"),
+    "an error": (raises_of_vectors, "its step over a flat tensor raises RuntimeError"),
+}
+OF_ELEMENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "signs": lambda p, grad: grad.sign(),
+    "random": lambda p, grad: grad + torch.randn_like(p),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), NOT_OF_ELEMENTS.values(), ids=NOT_OF_ELEMENTS)
+def test_an_optimizer_that_is_not_as_declared_is_refused(
+    make_model: Callable[[], Any], change: Callable[[Tensor, Tensor], Tensor], message: str
+) -> None:
+    optimizer = Steps(make_model().parameters(), change)
+    with pytest.raises(UnsupportedError, match=rf"element_wise=True: Steps does not treat each .* itself: {message}"):
+        distribute(optimizer)
+    assert type(optimizer) is Steps and not optimizer.state and not optimizer.steps
+
+
+def test_an_optimizer_of_the_norm_of_all_gradients_is_refused(make_model: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"GlobalNorm does not treat each element by itself: 100 steps over"):
+        distribute(GlobalNorm(make_model().parameters()))
+
+
+@pytest.mark.parametrize("change", OF_ELEMENTS.values(), ids=OF_ELEMENTS)
+def test_a_declaration_is_tried_without_a_trace(
+    make_model: Callable[[], Any], change: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    optimizer = Steps(make_model().parameters(), change)
+    called = []
+    optimizer.register_step_pre_hook(lambda *given: called.append(given))
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    distribute(optimizer)
+    assert torch.equal(torch.rand(1), expected) and not called and not optimizer.steps and not optimizer.state
+
+
 def test_what_wraps_an_optimizer_is_refused_and_may_wrap_a_distributed_one(make_model: Callable[[], Any]) -> None:
     class Wrapper(optim.Optimizer):
         def __init__(self, inside: optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ from torch import optim
 from graph_fsdp.classes import preceded
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.ahead import Ahead, drop_ahead
+from graph_fsdp.optimizers.declared import check_element_wise
 from graph_fsdp.optimizers.groups import parameters_of, shards_of
 from graph_fsdp.optimizers.host_state import HostState, LoadsToHost
 from graph_fsdp.optimizers.in_backward import InBackward, StepsInBackward
@@ -70,7 +71,7 @@ def distribute_optimizer(
             torch's element-wise classes.
         element_wise: True declares that an optimizer of another class treats each element by itself, as Lion does: what
             ``step`` computes of an element depends on that element of the parameter, its gradient and its state, and on
-            values of the group or of the whole state, such as a number of steps.
+            values of the group or of the whole state, such as a number of steps. A copy tries it on a few numbers.
         matrix_wise: declares how an optimizer of another class steps a parameter that is on several ranks: a generator
             function of (parameter, gradient, its state, its group) that yields, once, a function of whole tensors and
             the DTensors to call it with, placed as the parameter and of one dtype. One rank calls the function, which
@@ -78,8 +79,8 @@ def distribute_optimizer(
 
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or ``matrix_wise`` no generator function.
-        UnsupportedError: nothing says how it steps, it steps by a method that was set on the object, is distributed
-            already, or needs a whole matrix that more than two dimensions of a mesh shard; or ``in_backward`` or
+        UnsupportedError: nothing says how it steps, or what is declared is not so, it steps by a method that was set
+            on the object, is distributed already, or needs a whole matrix that more than two dimensions of a mesh shard; or ``in_backward`` or
             ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
@@ -96,6 +97,8 @@ def distribute_optimizer(
     rule = _rule_of(type(optimizer), element_wise, matrix_wise)
     _check_options(optimizer, rule, in_backward, offload_state, gather_ahead)
     own_step = _own_step(type(optimizer))
+    if element_wise and type(optimizer) not in ELEMENT_WISE:
+        check_element_wise(optimizer, own_step)
     stepper: Slices | Owners | InBackward
     first: list[type[Any]] = []
     if in_backward:
