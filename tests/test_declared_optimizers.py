@@ -165,9 +165,9 @@ def raises_of_vectors(p: Tensor, grad: Tensor) -> Tensor:
 NOT_OF_ELEMENTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "a norm": (
         lambda p, grad: grad / grad.norm(),
-        "100 steps over three small tensors, and over a flat part of them, differ by",
+        "100 steps over three tensors, and over a flat part of them, differ by",
     ),
-    "a number of dimensions": (lambda p, grad: grad + p * (p.dim() > 1), "100 steps over three small tensors"),
+    "a number of dimensions": (lambda p, grad: grad + p * (p.dim() > 1), "100 steps over three tensors"),
     "an error": (raises_of_vectors, "its step over a flat tensor raises RuntimeError"),
 }
 OF_ELEMENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
