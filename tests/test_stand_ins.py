@@ -278,3 +278,20 @@ def test_classes_of_tensors_of_users_are_asked_as_ever() -> None:
     given = rows(BATCH, CLASSES).as_subclass(Marked)
     check_step(nn.Sequential(Padded()), rows(BATCH, CLASSES), fullgraph=False)
     assert stand_ins.of_plain_tensors(F.pad, (given,), given, (1, 0)) == "asked"
+
+
+class AsksForTheClass(nn.Module):
+    """This layer asks where a parameter's class is from, as PEFT's DoRA does, and adds a number that says the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = type(self.layer.weight)
+        return self.layer(x) + kind.__module__.startswith("torch.nn.") + 2 * kind.__qualname__.endswith("Parameter")
+
+
+def test_methods_of_the_names_of_classes_are_traced() -> None:
+    model = check_step(nn.Sequential(AsksForTheClass(), AsksForTheClass()), rows(BATCH, CLASSES).requires_grad_())
+    assert len(graph_fsdp.inspect(model).graphs) == 1

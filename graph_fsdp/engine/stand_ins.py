@@ -29,6 +29,7 @@ def install() -> None:
     ):
         _trace_as(original, traced)
     compat.inline_compile_regions(lambda: Entered.engine >= 0)
+    compat.trace_methods_of_class_names()
 
 
 def _trace_as(original: Any, traced: Any) -> None:

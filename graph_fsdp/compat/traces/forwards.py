@@ -11,7 +11,13 @@ from typing import Any, cast
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import UserFunctionVariable, builder
+from torch._dynamo.variables import (
+    ConstantVariable,
+    GetAttrVariable,
+    TorchInGraphFunctionVariable,
+    UserFunctionVariable,
+    builder,
+)
 from torch._ops import OpOverload
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
@@ -60,6 +66,21 @@ def inline_compile_regions(inlined: Callable[[], bool]) -> None:
 
 def _called(marked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return marked(*args, **kwargs)
+
+
+def trace_methods_of_class_names() -> None:
+    """Have Dynamo trace ``type(p).__module__.startswith(…)`` of one of torch's classes, as that of torch 2.9 and of 2.15
+    does: in between it has no method for the text."""
+    as_ever = GetAttrVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
+        owner = self.obj.value if isinstance(self.obj, TorchInGraphFunctionVariable) else None
+        text = getattr(owner, self.name) if isinstance(owner, type) else None
+        if isinstance(text, str):
+            return ConstantVariable.create(text).call_method(tx, name, *given)
+        return as_ever(self, tx, name, *given)
+
+    GetAttrVariable.call_method = call_method  # type: ignore[method-assign]
 
 
 _tracing = threading.local()
