@@ -281,7 +281,7 @@ def test_classes_of_tensors_of_users_are_asked_as_ever() -> None:
 
 
 class AsksForTheClass(nn.Module):
-    """This layer asks where a parameter's class is from, as PEFT's DoRA does, and adds a number that says the answer."""
+    """This layer asks where a parameter's class is from, as PEFT's DoRA does, and adds a number for the answer."""
 
     def __init__(self) -> None:
         super().__init__()

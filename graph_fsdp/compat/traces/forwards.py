@@ -69,9 +69,10 @@ def _called(marked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def trace_methods_of_class_names() -> None:
-    """Have Dynamo trace ``type(p).__module__.startswith(…)`` of one of torch's classes, as that of torch 2.9 and of 2.15
-    does: in between it has no method for the text."""
-    as_ever = GetAttrVariable.call_method
+    """Have Dynamo trace ``type(p).__module__.startswith(…)`` of one of torch's classes, as torch 2.9 and 2.15
+    do: in between it has no method for the text."""
+    patched: Any = GetAttrVariable
+    as_ever = patched.call_method
 
     def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
         owner = self.obj.value if isinstance(self.obj, TorchInGraphFunctionVariable) else None
@@ -80,7 +81,7 @@ def trace_methods_of_class_names() -> None:
             return ConstantVariable.create(text).call_method(tx, name, *given)
         return as_ever(self, tx, name, *given)
 
-    GetAttrVariable.call_method = call_method  # type: ignore[method-assign]
+    patched.call_method = call_method
 
 
 _tracing = threading.local()
