@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
+from accelerate_states import check_states_that_are_there
 from launch import run_ranks
 from torch import nn
 from torch.distributed.fsdp import (
@@ -295,6 +296,7 @@ def state_dicts_of_a_rank(folder: str, given: list[tuple[bool, bool]]) -> dict[s
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     assert list(map(id, stepped)) == list(map(id, model.parameters()))
+    check_states_that_are_there(accelerator, Model)
     return found
 
 
@@ -376,6 +378,16 @@ def test_every_setting_of_the_plugin_is_known() -> None:
     elsewhere = {"param_init_fn", "transformer_cls_names_to_wrap", "min_num_params", "cpu_offload"}
     for field in dataclasses.fields(FullyShardedDataParallelPlugin):
         assert field.name in page or field.name in elsewhere, field.name
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], torch.ones(4, device="meta")])
+def test_a_state_that_cannot_be_sharded_is_refused(value: Any) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight].update(step=1, scales=value)
+    with pytest.raises(ValueError, match=r"prepare: SGD has a state 'scales' of parameter 'weight' that is no tensor"):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(model, optimizer)
+    assert type(model) is nn.Linear and optimizer.param_groups[0]["params"] == [model.weight, model.bias]
 
 
 def test_what_is_not_there_is_refused_by_name() -> None:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
+from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.integrations.fsdp_config import (
     as_fsdp2,
@@ -37,7 +38,9 @@ from graph_fsdp.integrations.fsdp_config import (
     whole_tensors,
 )
 from graph_fsdp.optimizers.groups import parameters_of
+from graph_fsdp.parameters.placements import part_of_rank
 
+_NUMBERS = (int, float, str, type(None))
 _BACKENDS = {"NO": None, "INDUCTOR": "inductor", "EAGER": "eager"}
 
 
@@ -69,8 +72,8 @@ class Accelerator(accelerate.Accelerator):
         optimizer, which may have been made before, gets the shards.
 
         Raises:
-            ValueError: there are several models; a model comes without its optimizer; an optimizer has state already,
-                or, of several processes, parameters that are not the model's.
+            ValueError: there are several models; a model comes without its optimizer; an optimizer has a state that
+                cannot be sharded with the parameters, or, of several processes, parameters that are not the model's.
             All that ``graph_fsdp.compile`` raises. Nothing is changed then.
         """
         models = [item for item in args if isinstance(item, nn.Module) and not isinstance(item, FSDPModule)]
@@ -86,11 +89,9 @@ class Accelerator(accelerate.Accelerator):
 
     def _compile(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Compile a model in place, and give the optimizers that were made for it its shards."""
-        if any(optimizer.state for optimizer in optimizers):
-            raise ValueError(
-                "prepare: an optimizer has state of whole parameters; call load_state after prepare instead"
-            )
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+        for optimizer in optimizers:
+            _check_state(optimizer, names)
         others = [p for optimizer in optimizers for p in parameters_of(optimizer) if p not in names]
         if others and self.distributed_type == DistributedType.FSDP:  # of one process, Accelerate leaves them alone
             raise ValueError(
@@ -111,6 +112,9 @@ class Accelerator(accelerate.Accelerator):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [shards[names[p]] if p in names else p for p in group["params"]]
+            for p in [p for p in optimizer.state if p in names]:  # Adagrad's is there from the beginning
+                shard, state = shards[names[p]], optimizer.state.pop(p)
+                optimizer.state[shard] = {key: _sharded(key, value, shard) for key, value in state.items()}
 
     def prepare_for_evaluation(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """Compile a model in place that is evaluated before it is trained, or never trained; and return it.
@@ -145,6 +149,27 @@ class Accelerator(accelerate.Accelerator):
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
         return prepared
+
+
+def _check_state(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> None:
+    """Raise ValueError where a state of the model's parameters is not made of tensors like them, and of numbers."""
+    for p, state in optimizer.state.items():
+        for key, value in state.items() if p in names else ():
+            is_tensor = isinstance(value, torch.Tensor) and not value.is_meta
+            if not (value.shape == p.shape or value.numel() == 1 if is_tensor else isinstance(value, _NUMBERS)):
+                raise ValueError(
+                    f"prepare: {type(optimizer).__name__} has a state {key!r} of parameter {names[p]!r} that is no "
+                    "tensor with a number for each of the parameter's, and cannot be sharded with it; give prepare an "
+                    "optimizer that has not stepped, and call load_state afterwards"
+                )
+
+
+def _sharded(key: str, value: Any, shard: nn.Parameter) -> Any:
+    """Return what this rank has of a state of a parameter that has been sharded."""
+    is_like = isinstance(value, torch.Tensor) and value.shape == shard.shape and (value.dim() > 0 or key != "step")
+    if not (is_like and isinstance(shard, DTensor)):
+        return value
+    return compat.make_dtensor(part_of_rank(shard, value).to(shard.to_local().device, copy=True).contiguous(), shard)
 
 
 def adopt(
