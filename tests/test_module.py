@@ -65,7 +65,7 @@ class TestOneProcess:
         model = MLP()
         assert graph_fsdp.compile(model, backend="eager") is model
         assert isinstance(model, MLP) and isinstance(model, FSDPModule)
-        assert type(model).__name__ == "FSDPMLP"
+        assert type(model).__name__ == "FSDPMLP" and repr(model).startswith("MLP(")
         assert type(type(model)(depth=1)) is MLP, "constructing the compiled class makes a plain model"
 
     def test_names_and_signature_stay(self) -> None:

@@ -16,10 +16,12 @@ from accelerate.state import AcceleratorState
 from accelerate_script import VOCABULARY, make_model
 from launch import run_ranks
 from torch.distributed.tensor import DTensor
+from transformers.trainer_pt_utils import LabelSmoother
 
 from graph_fsdp.integrations.transformers import Trainer
 
 Generated: TypeAlias = list[list[torch.Tensor]]  # before a training and after, of each model
+SMOOTHING = 0.1
 CHECKPOINT = Path("run") / "checkpoint-3"
 
 
@@ -71,16 +73,16 @@ def test_a_checkpoint_of_accelerates_fsdp2_is_resumed(folder: Path, ranks: dict[
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
-def two_steps_and_generation(folder: str, runs: dict[str, list[str]]) -> tuple[dict[str, Any], Generated]:
-    """On a rank: both, in one launch, as imports take longer than either."""
-    return trained(folder, runs), [generated(folder, make) for make in (seq2seq, speech)]
+def two_steps_and_others(folder: str, runs: dict[str, list[str]]) -> tuple[dict[str, Any], Generated, float]:
+    """On a rank: all, in one launch, as imports take longer than each."""
+    return trained(folder, runs), [generated(folder, make) for make in (seq2seq, speech)], loss_of_smooth_labels(folder)
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], Generated]]:
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], Generated, float]]:
     runs = {"own": ["--steps", "2", "--own"], "ours": ["--steps", "2", "--evaluate"]}
     folder = tmp_path_factory.mktemp("two_steps")
-    return run_ranks(two_steps_and_generation, 2, str(folder), runs, backend=None)
+    return run_ranks(two_steps_and_others, 2, str(folder), runs, backend=None)
 
 
 def test_two_steps_after_an_evaluation_are_those_of_accelerates_fsdp2(two_steps: Any) -> None:
@@ -93,6 +95,42 @@ def test_two_steps_after_an_evaluation_are_those_of_accelerates_fsdp2(two_steps:
     assert ours["compiled"] and not own["compiled"] and len(ours["losses"]) == 2
     assert ours["losses"] == pytest.approx(own["losses"], rel=1e-6), "the optimizer steps the shards"
     assert ours["norms"] == pytest.approx(own["norms"], rel=1e-6)
+
+
+def loss_of_smooth_labels(folder: str) -> float:
+    """On a rank: of an evaluation, by an optimizer whose state is there from the beginning."""
+    begin_anew()
+    settings = transformers.TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"version": 2},
+        label_smoothing_factor=SMOOTHING,
+        optim="adagrad",
+        max_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    rows = trainer_script.make_dataset()
+    options: Any = {"train_dataset": rows, "eval_dataset": rows, "compile_options": {"backend": "eager"}}
+    trainer = Trainer(make_model(), settings, **options)
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert all(state["sum"].placements == p.placements for p, state in trainer.optimizer.state.items())
+    return float(loss)
+
+
+def test_smooth_labels_are_shifted(two_steps: Any) -> None:
+    """The Trainer finds out by what the model calls itself whether they are."""
+    rows = torch.stack([row["input_ids"] for row in trainer_script.make_dataset()])
+    model = make_model()
+    with torch.no_grad():
+        smoother = LabelSmoother(epsilon=SMOOTHING)
+        expected, other = (smoother(model(rows), rows, shift_labels=shift).item() for shift in (True, False))
+    losses = [loss for _, _, loss in two_steps]
+    assert losses == pytest.approx([expected, expected], rel=1e-5) and expected != pytest.approx(other, rel=1e-3)
 
 
 def seq2seq() -> transformers.T5ForConditionalGeneration:
@@ -166,7 +204,7 @@ def generated(folder: str, make: Callable[[], torch.nn.Module]) -> list[torch.Te
 
 @pytest.mark.parametrize(("number", "make"), [(0, seq2seq), (1, speech)])
 def test_an_encoder_and_a_decoder_generate_before_and_after_a_training(two_steps: Any, number: int, make: Any) -> None:
-    (before, after), other = (generations[number] for _, generations in two_steps)
+    (before, after), other = (generations[number] for _, generations, _ in two_steps)
     model = make()
     name = "input_ids" if make is seq2seq else "input_features"
     rows = torch.stack([row[name] for row in rows_of(model)])

@@ -111,6 +111,11 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, CollectiveMet
             value = _forward_in_its_place(cast(nn.Module, self), value)
         super().__setattr__(name, value)
 
+    def _get_name(self) -> str:
+        """Return the name of the model's own class, by which transformers' Trainer knows whether labels are shifted."""
+        name: str = super()._get_name()  # type: ignore[misc]  # torch's, of modules
+        return name.removeprefix("FSDP")
+
     def _is_managed(self) -> bool:
         """Tell transformers, before it generates, whether ranks have to stop together, because each forward gathers.
         False while Dynamo traces, which would leave out guards for FSDP2's sake."""
