@@ -35,7 +35,7 @@ from third_party.case import Case
 from third_party.forks import Results, in_this_process, on_ranks
 
 NAME = "models_compatibility"
-LIBRARIES = ("timm", "transformers", "diffusers", "torch_geometric", "x_transformers", "reformer_pytorch")
+LIBRARIES = ("timm", "transformers", "diffusers", "torch_geometric", "x_transformers", "reformer_pytorch", "peft")
 SECONDS = 300.0  # a model has; most take ten
 IMPLEMENTATIONS = ("torch.compile", "FSDP2", "graph_fsdp")
 TRAINS = ("fullgraph", "fullgraph=False")
@@ -63,6 +63,8 @@ ON_TWO_RANKS = (
     "TopKPooling",
     "XTransformer",
     "ReformerLM",
+    "DoRA",
+    "AdaLoRA",
 )
 
 

@@ -12,6 +12,7 @@ from models import MLP
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import swa_utils
 
 import graph_fsdp
 
@@ -28,18 +29,24 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: full(p) for name, p in model.named_parameters()}
 
 
-def agree_with_one_process(train: Train, tolerance: float = 1e-6, **options: object) -> None:
-    """``train`` a model alone on whole batches, and sharded on this rank's parts of them."""
+def build_mlp(sharded: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return MLP()
+
+
+def agree_with_one_process(
+    train: Train, tolerance: float = 1e-6, build: Callable[[bool], nn.Module] = build_mlp, **options: object
+) -> None:
+    """``train`` a model alone on whole batches, and sharded on this rank's parts of them. ``build``: whether it will be
+    sharded → the model."""
 
     def batches(sharded: bool) -> Iterator[Tensor]:
         for step in range(STEPS):
             batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             yield batch.chunk(WORLD_SIZE)[dist.get_rank()] if sharded else batch
 
-    torch.manual_seed(0)
-    expected = train(MLP(), batches(sharded=False))
-    torch.manual_seed(0)
-    model = graph_fsdp.compile(MLP(), backend="eager", **options)  # type: ignore[arg-type]
+    expected = train(build(False), batches(sharded=False))
+    model = graph_fsdp.compile(build(True), backend="eager", **options)  # type: ignore[arg-type]
     found = train(model, batches(sharded=True))
     assert found.keys() == expected.keys()
     for name in expected:
@@ -148,6 +155,31 @@ def orthogonal(matrix: Tensor) -> Tensor:
         product = x @ x.mT
         x = 1.5 * x - 0.5 * product @ x
     return x.mT if tall else x
+
+
+@FACTS
+def a_model_of_averages_that_is_compiled_too() -> None:
+    def train(model: nn.Module, batches: Iterator[Tensor]) -> dict[str, Tensor]:
+        averages = made.pop()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averages.update_parameters(model)
+        with torch.no_grad():
+            return {**parameters(averages.module), "evaluated": averages(torch.ones(2, 16))}
+
+    def build(sharded: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = MLP()
+        made.append(swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)))
+        if sharded:
+            graph_fsdp.compile(made[-1].module, backend="eager")
+        return model
+
+    made: list[swa_utils.AveragedModel] = []
+    agree_with_one_process(train, build=build)
 
 
 @FACTS
