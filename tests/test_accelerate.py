@@ -380,16 +380,6 @@ def test_every_setting_of_the_plugin_is_known() -> None:
         assert field.name in page or field.name in elsewhere, field.name
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], torch.ones(4, device="meta")])
-def test_a_state_that_cannot_be_sharded_is_refused(value: Any) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    optimizer.state[model.weight].update(step=1, scales=value)
-    with pytest.raises(ValueError, match=r"prepare: SGD has a state 'scales' of parameter 'weight' that is no tensor"):
-        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(model, optimizer)
-    assert type(model) is nn.Linear and optimizer.param_groups[0]["params"] == [model.weight, model.bias]
-
-
 def test_what_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(graph_fsdp.UnsupportedError, match="fsdp_state_dict_type: LOCAL_STATE_DICT"):
         arguments(state_dict_type="LOCAL_STATE_DICT")

@@ -1,4 +1,5 @@
-"""A script with our ``Accelerator`` under ``accelerate launch`` beside the same script with Accelerate's own FSDP2."""
+"""A script with our ``Accelerator`` under ``accelerate launch`` beside the same script with Accelerate's own FSDP2; and
+states of optimizers that ``prepare`` refuses."""
 
 import socket
 from pathlib import Path
@@ -7,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from accelerate.utils import merge_fsdp_weights
+from accelerate.utils import FullyShardedDataParallelPlugin, merge_fsdp_weights
 from accelerate_script import make_model
 from running import run_script
 from safetensors.torch import load_file
+from torch import nn
+
+from graph_fsdp.integrations.accelerate import Accelerator
 
 SCRIPT = Path(__file__).with_name("accelerate_script.py")
 FSDP2 = {
@@ -109,3 +113,21 @@ def test_a_configuration_of_fsdp1_trains(folder: Path, trained: dict[str, dict[s
 
 
 # Each setting
+
+
+STATES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "of another shape": (torch.ones(2), {}, "no tensor"),
+    "in a list": ([torch.ones(1, 4)], {}, "no tensor"),
+    "of other values": (torch.ones(1, 4), {"sync_module_states": True}, "the first process alone"),
+}
+
+
+@pytest.mark.parametrize(("value", "options", "why"), STATES.values(), ids=STATES)
+def test_a_state_that_cannot_be_sharded_is_refused(value: Any, options: dict[str, Any], why: str) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight].update(step=1, scales=value)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), compile_options=options)
+    with pytest.raises(ValueError, match=rf"prepare: SGD has a state 'scales' of parameter 'weight' .*: .*{why}"):
+        accelerator.prepare(model, optimizer)
+    assert type(model) is nn.Linear and optimizer.param_groups[0]["params"] == [model.weight, model.bias]

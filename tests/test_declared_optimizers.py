@@ -146,6 +146,8 @@ class Steps(optim.Optimizer):
     def __init__(self, params: Any, change: Callable[[Tensor, Tensor], Tensor], lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
         self.change, self.steps = change, 0
+        self.known = [p for group in self.param_groups for p in group["params"]]
+        self.subtract = self.subtract_from  # a method of this one
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -153,7 +155,13 @@ class Steps(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(self.change(p, p.grad), alpha=group["lr"])
+                    self.subtract(p, self.change(p, p.grad), group["lr"])
+        for p in self.known:
+            p.mul_(0.5)
+
+    def subtract_from(self, p: Tensor, value: Tensor, lr: float) -> None:
+        self.called = True
+        p.sub_(value, alpha=lr)
 
 
 def raises_of_vectors(p: Tensor, grad: Tensor) -> Tensor:
@@ -183,7 +191,7 @@ def test_an_optimizer_that_is_not_as_declared_is_refused(
     optimizer = Steps(make_model().parameters(), change)
     with pytest.raises(UnsupportedError, match=rf"element_wise=True: Steps does not treat each .* itself: {message}"):
         distribute(optimizer)
-    assert type(optimizer) is Steps and not optimizer.state and not optimizer.steps
+    assert type(optimizer) is Steps and not optimizer.state and not optimizer.steps and "called" not in vars(optimizer)
 
 
 def test_an_optimizer_of_the_norm_of_all_gradients_is_refused(make_model: Callable[[], Any]) -> None:
@@ -195,7 +203,8 @@ def test_an_optimizer_of_the_norm_of_all_gradients_is_refused(make_model: Callab
 def test_a_declaration_is_tried_without_a_trace(
     make_model: Callable[[], Any], change: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    optimizer = Steps(make_model().parameters(), change)
+    model = make_model()
+    optimizer, values = Steps(model.parameters(), change), [p.to_local().clone() for p in model.parameters()]
     called = []
     optimizer.register_step_pre_hook(lambda *given: called.append(given))
     torch.manual_seed(0)
@@ -203,6 +212,7 @@ def test_a_declaration_is_tried_without_a_trace(
     torch.manual_seed(0)
     distribute(optimizer)
     assert torch.equal(torch.rand(1), expected) and not called and not optimizer.steps and not optimizer.state
+    assert all(torch.equal(p.to_local(), value) for p, value in zip(model.parameters(), values, strict=True))
 
 
 def test_what_wraps_an_optimizer_is_refused_and_may_wrap_a_distributed_one(make_model: Callable[[], Any]) -> None:

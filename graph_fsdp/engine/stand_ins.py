@@ -28,8 +28,8 @@ def install() -> None:
         *((collective, _of_numbers(collective)) for collective in compat.TRACED_COLLECTIVES),
     ):
         _trace_as(original, traced)
-    compat.inline_compile_regions(lambda: Entered.engine >= 0)
-    compat.trace_methods_of_class_names()
+    for let_trace in (compat.inline_compile_regions, compat.trace_methods_of_class_names):
+        let_trace(lambda: Entered.engine >= 0)
 
 
 def _trace_as(original: Any, traced: Any) -> None:

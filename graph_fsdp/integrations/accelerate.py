@@ -90,8 +90,6 @@ class Accelerator(accelerate.Accelerator):
     def _compile(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Compile a model in place, and give the optimizers that were made for it its shards."""
         names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
-        for optimizer in optimizers:
-            _check_state(optimizer, names)
         others = [p for optimizer in optimizers for p in parameters_of(optimizer) if p not in names]
         if others and self.distributed_type == DistributedType.FSDP:  # of one process, Accelerate leaves them alone
             raise ValueError(
@@ -103,6 +101,8 @@ class Accelerator(accelerate.Accelerator):
         mesh = None if dimensions is None else self.torch_device_mesh[dimensions]
         arguments = compile_arguments(self._fsdp_configuration, model, self.device.type, mesh)
         arguments.update(self._compile_options)
+        for optimizer in optimizers:
+            _check_state(optimizer, names, of_first_rank=bool(arguments.get("sync_module_states")))
         mesh = arguments.pop("mesh")
         if mesh is None:
             model.to(self.device)
@@ -151,16 +151,20 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
 
-def _check_state(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> None:
-    """Raise ValueError where a state of the model's parameters is not made of tensors like them, and of numbers."""
+def _check_state(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], of_first_rank: bool) -> None:
+    """Raise ValueError where a state of the model's parameters is not made of tensors like them, and of numbers; or on
+    all ranks where the first one has the values, which others may have on the meta device."""
     for p, state in optimizer.state.items():
         for key, value in state.items() if p in names else ():
-            is_tensor = isinstance(value, torch.Tensor) and not value.is_meta
-            if not (value.shape == p.shape or value.numel() == 1 if is_tensor else isinstance(value, _NUMBERS)):
+            is_tensor, why = isinstance(value, torch.Tensor) and not value.is_meta, None
+            if of_first_rank and isinstance(value, torch.Tensor) and value.shape == p.shape:
+                why = "the first process alone has the parameters' values (sync_module_states)"
+            elif not (value.shape == p.shape or value.numel() == 1 if is_tensor else isinstance(value, _NUMBERS)):
+                why = "it is no tensor with a number for each of the parameter's"
+            if why is not None:
                 raise ValueError(
-                    f"prepare: {type(optimizer).__name__} has a state {key!r} of parameter {names[p]!r} that is no "
-                    "tensor with a number for each of the parameter's, and cannot be sharded with it; give prepare an "
-                    "optimizer that has not stepped, and call load_state afterwards"
+                    f"prepare: {type(optimizer).__name__} has a state {key!r} of parameter {names[p]!r} that cannot be "
+                    f"sharded with it: {why}; give prepare an optimizer without a state, and call load_state afterwards"
                 )
 
 

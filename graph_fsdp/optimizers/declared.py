@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.groups import parameters_of
 
 # Some steps treat a matrix of small dimensions as they do a vector, or change only after tens of steps.
 SHAPES, PART, STEPS = ((5,), (2, 3, 2, 2), (128, 128)), 8_000, 100
+GROUPS = 8  # the first ones are tried: where there are hundreds, one per layer, they differ in their learning rates
 TOLERANCE = 1e-8  # of the largest change of a number, in float64
 
 
@@ -23,7 +24,7 @@ def check_element_wise(optimizer: optim.Optimizer, own_step: Callable[..., Any])
     """Raise UnsupportedError where steps over a few tensors, and over a part of their numbers in one flat tensor,
     differ in that part, as they do where a step depends on norms, on shapes, or on what other ranks have.
 
-    A copy of the optimizer steps, on the CPU, and no random numbers of the process are used up. Where it cannot be
+    A copy of the optimizer steps, on the CPU, and none of torch's random numbers are used up. Where it cannot be
     copied, does not step these tensors, or steps them in another way each time, the declaration holds as it is.
     """
     name = type(optimizer).__name__
@@ -54,7 +55,7 @@ def _stepped(optimizer: optim.Optimizer, own_step: Callable[..., Any], steps: in
         values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
         return [_joined(values)[:PART].clone()] if flat else values
 
-    groups = [[torch.nn.Parameter(value) for value in drawn()] for _ in optimizer.param_groups]
+    groups = [[nn.Parameter(value) for value in drawn()] for _ in optimizer.param_groups[:GROUPS]]
     copied = _copied(optimizer, groups)
     for _ in range(steps):
         for group in groups:
@@ -70,8 +71,10 @@ def _joined(values: Sequence[Tensor]) -> Tensor:
 
 def _copied(optimizer: optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
     """Return an optimizer of the same class and settings with these parameters, which have no state, and no hooks."""
-    known: dict[int, Any] = {id(p): p for p in parameters_of(optimizer)}  # not copied
     made: Any = object.__new__(type(optimizer))
+    # What a copy knows of the parameters besides is empty, so that it steps none of them.
+    known: dict[int, Any] = {id(p): nn.Parameter(torch.empty(0)) for p in parameters_of(optimizer)}
+    known[id(optimizer)] = made
     settings = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and "hooks" not in k}
     vars(made).update(copy.deepcopy(settings, known))
     made.state = defaultdict(
@@ -79,7 +82,7 @@ def _copied(optimizer: optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> A
     )
     made.param_groups = [
         copy.deepcopy({k: v for k, v in group.items() if k != "params"}, known) | {"params": list(params)}
-        for group, params in zip(optimizer.param_groups, groups, strict=True)
+        for group, params in zip(optimizer.param_groups, groups, strict=False)
     ]
     return made
 

@@ -68,16 +68,16 @@ def _called(marked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return marked(*args, **kwargs)
 
 
-def trace_methods_of_class_names() -> None:
-    """Have Dynamo trace ``type(p).__module__.startswith(…)`` of one of torch's classes, as torch 2.9 and 2.15
-    do: in between it has no method for the text."""
+def trace_methods_of_class_names(traced: Callable[[], bool]) -> None:
+    """While ``traced()``, have Dynamo trace ``type(p).__module__.startswith(…)`` of one of torch's classes. That of
+    torch 2.9 and of 2.15 does; in between it has no method for the text."""
     patched: Any = GetAttrVariable
     as_ever = patched.call_method
 
     def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
         owner = self.obj.value if isinstance(self.obj, TorchInGraphFunctionVariable) else None
         text = getattr(owner, self.name) if isinstance(owner, type) else None
-        if isinstance(text, str):
+        if isinstance(text, str) and traced():
             return ConstantVariable.create(text).call_method(tx, name, *given)
         return as_ever(self, tx, name, *given)
 
