@@ -79,9 +79,9 @@ def distribute_optimizer(
 
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``, or ``matrix_wise`` no generator function.
-        UnsupportedError: nothing says how it steps, or what is declared is not so, it steps by a method that was set
-            on the object, is distributed already, or needs a whole matrix that more than two dimensions of a mesh
-            shard; or ``in_backward`` or ``gather_ahead`` is not available on the model.
+        UnsupportedError: nothing says how it steps, it does not step as declared, steps by a method that was set on the
+            object, is distributed already, or needs a whole matrix that more than two dimensions of a mesh shard; or
+            ``in_backward`` or ``gather_ahead`` is not available on the model.
         ValueError: none of its parameters is a shard of a compiled model.
     """
     check_flags(in_backward=in_backward, offload_state=offload_state)
