@@ -96,11 +96,10 @@ def distribute_optimizer(
         return optimizer
     rule = _rule_of(type(optimizer), element_wise, matrix_wise)
     _check_options(optimizer, rule, in_backward, offload_state, gather_ahead)
-    own_step = _own_step(type(optimizer))
+    own_step, first = _own_step(type(optimizer)), list[type[Any]]()
     if element_wise and type(optimizer) not in ELEMENT_WISE:
         check_element_wise(optimizer, own_step)
     stepper: Slices | Owners | InBackward
-    first: list[type[Any]] = []
     if in_backward:
         stepper, first = InBackward(optimizer, own_step), [StepsInBackward]
     elif offload_state:
