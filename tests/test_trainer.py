@@ -15,9 +15,11 @@ import transformers
 from accelerate.state import AcceleratorState
 from accelerate_script import VOCABULARY, make_model
 from launch import run_ranks
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import LabelSmoother
 
+from graph_fsdp.compat import fake_process_group
 from graph_fsdp.integrations.transformers import Trainer
 
 Generated: TypeAlias = list[list[torch.Tensor]]  # before a training and after, of each model
@@ -121,6 +123,8 @@ def test_smooth_labels_are_shifted(two_steps: Any) -> None:
     with torch.no_grad():
         smoother = LabelSmoother(epsilon=SMOOTHING)
         expected, other = (smoother(model(rows), rows, shift_labels=shift).item() for shift in (True, False))
+    with fake_process_group(2):
+        assert repr(fully_shard(make_model())).startswith("FSDPLlamaForCausalLM("), "no name the Trainer knows"
     losses = [loss for _, _, loss in two_steps]
     assert losses == pytest.approx([expected, expected], rel=1e-5) and expected != pytest.approx(other, rel=1e-3)
 
