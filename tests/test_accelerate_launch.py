@@ -115,9 +115,14 @@ def test_a_configuration_of_fsdp1_trains(folder: Path, trained: dict[str, dict[s
 # Each setting
 
 
+class OtherTensor(torch.Tensor):
+    """Stands for a DTensor, or for numbers that are coded together."""
+
+
 STATES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "of another shape": (torch.ones(2), {}, "no tensor"),
-    "in a list": ([torch.ones(1, 4)], {}, "no tensor"),
+    "of another shape": (torch.ones(2), {}, "no plain tensor"),
+    "in a list": ([torch.ones(1, 4)], {}, "no plain tensor"),
+    "of another class": (torch.ones(1, 4).as_subclass(OtherTensor), {}, "no plain tensor"),
     "of other values": (torch.ones(1, 4), {"sync_module_states": True}, "the first process alone"),
 }
 

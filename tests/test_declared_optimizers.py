@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
 from graph_fsdp import UnsupportedError, checkpoint
+from graph_fsdp.optimizers import declared
 
 FACTS = Facts(__name__)
 
@@ -192,6 +193,14 @@ def test_an_optimizer_that_is_not_as_declared_is_refused(
     with pytest.raises(UnsupportedError, match=rf"element_wise=True: Steps does not treat each .* itself: {message}"):
         distribute(optimizer)
     assert type(optimizer) is Steps and not optimizer.state and not optimizer.steps and "called" not in vars(optimizer)
+
+
+def test_an_optimizer_with_many_groups_is_tried_by_some(make_model: Callable[[], Any]) -> None:
+    groups = [{"params": [p], "lr": 0.1 / n} for n, p in enumerate(make_model().parameters(), 1)]
+    groups += [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(declared.GROUPS)]
+    distribute(Steps(groups, lambda p, grad: grad.sign()))
+    with pytest.raises(UnsupportedError, match="Steps does not treat each element by itself"):
+        distribute(Steps(groups, lambda p, grad: grad / grad.norm()))
 
 
 def test_an_optimizer_of_the_norm_of_all_gradients_is_refused(make_model: Callable[[], Any]) -> None:

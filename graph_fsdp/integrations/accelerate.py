@@ -156,11 +156,11 @@ def _check_state(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], of_
     all ranks where the first one has the values, which others may have on the meta device."""
     for p, state in optimizer.state.items():
         for key, value in state.items() if p in names else ():
-            is_tensor, why = isinstance(value, torch.Tensor) and not value.is_meta, None
-            if of_first_rank and isinstance(value, torch.Tensor) and value.shape == p.shape:
+            is_plain, why = type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta, None
+            if of_first_rank and isinstance(value, torch.Tensor):
                 why = "the first process alone has the parameters' values (sync_module_states)"
-            elif not (value.shape == p.shape or value.numel() == 1 if is_tensor else isinstance(value, _NUMBERS)):
-                why = "it is no tensor with a number for each of the parameter's"
+            elif not (value.shape == p.shape or value.numel() == 1 if is_plain else isinstance(value, _NUMBERS)):
+                why = "it is no plain tensor with a number for each of the parameter's"
             if why is not None:
                 raise ValueError(
                     f"prepare: {type(optimizer).__name__} has a state {key!r} of parameter {names[p]!r} that cannot be "

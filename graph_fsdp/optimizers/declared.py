@@ -77,9 +77,8 @@ def _copied(optimizer: optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> A
     known[id(optimizer)] = made
     settings = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and "hooks" not in k}
     vars(made).update(copy.deepcopy(settings, known))
-    made.state = defaultdict(
-        dict, {k: copy.deepcopy(v) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
-    )
+    shared = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}  # of no parameter
+    made.state = defaultdict(dict, copy.deepcopy(shared, known))
     made.param_groups = [
         copy.deepcopy({k: v for k, v in group.items() if k != "params"}, known) | {"params": list(params)}
         for group, params in zip(optimizer.param_groups, groups, strict=False)

@@ -76,7 +76,7 @@ def trace_methods_of_class_names(traced: Callable[[], bool]) -> None:
 
     def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
         owner = self.obj.value if isinstance(self.obj, TorchInGraphFunctionVariable) else None
-        text = getattr(owner, self.name) if isinstance(owner, type) else None
+        text = getattr(owner, self.name, None) if isinstance(owner, type) else None
         if isinstance(text, str) and traced():
             return ConstantVariable.create(text).call_method(tx, name, *given)
         return as_ever(self, tx, name, *given)
