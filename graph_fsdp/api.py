@@ -13,14 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.engine.dynamo import trace_composable_checkpoints
-from graph_fsdp.engine.sync_batch_norm import trace_sync_batch_norm
 from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.mesh import DataParallelMesh, shapes_of_groups
-from graph_fsdp.module.module import become_compiled, original_forward
+from graph_fsdp.module.build import Decisions, build
 from graph_fsdp.options import CompileOptions
-from graph_fsdp.parameters.extensions import extend, is_extended, plain
+from graph_fsdp.parameters.extensions import is_extended
 from graph_fsdp.parameters.meshes import Meshes
 from graph_fsdp.parameters.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
 from graph_fsdp.parameters.placements import ShardPlacementFn
@@ -30,7 +28,6 @@ from graph_fsdp.passes.analysis.hardware import detect_hardware
 from graph_fsdp.passes.ir.spec import MeshSpec, ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
 from graph_fsdp.place import (
-    UNFINISHED,
     Place,
     check_gradients,
     check_model,
@@ -177,32 +174,9 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     cost = CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")
     spec = pipeline.arrange(spec, cost)
 
+    decisions = Decisions(place, spec, policies, units, cost, reshard, options.fullgraph, options.cuda_graphs)
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
-    owners = {name: owners_of(model, names[p]) for name, p in originals.items()}
-    spec, extensions = extend(spec, originals, owners, ranks, policies.around, place.device)
-    shown = originals | {name: plain(originals[name]) for name in extensions}  # nothing of the model refers to them yet
-    shown |= {name: quantized.sharded for name, quantized in place.quantized.items()}
-    storage = place.storage(spec, shown, owners, place.mesh, place.device)
-    storage.by_original = {id(p): storage.parameters[name] for name, p in originals.items()}
-    for quantized in place.quantized.values():
-        quantized.put_into(storage)
-    if storage.has_memory:
-        put_values(storage)
-    trace_composable_checkpoints(model)
-    if options.backend != "xla":
-        trace_sync_batch_norm(model)
-    engine = place.engine(
-        original_forward(model), spec, storage, place, cost, reshard_after_forward=reshard, fullgraph=options.fullgraph
-    )
-    engine.extensions = extensions
-    if options.cuda_graphs:
-        engine.capture_regions(model)
-    vars(model)[UNFINISHED] = True
-    storage.install(model, options.fullgraph)
-    policies.install(name for unit in units for name in unit.modules)
-    place.before_compiled(model)
-    become_compiled(model, engine, policies, units)
-    del vars(model)[UNFINISHED]
+    build(model, decisions, originals, {name: owners_of(model, names[p]) for name, p in originals.items()}, put_values)
     return model
 
 

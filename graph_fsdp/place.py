@@ -20,6 +20,7 @@ from graph_fsdp import compat
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
 from graph_fsdp.mesh import Mesh, find_mesh
+from graph_fsdp.module.build import UNFINISHED
 from graph_fsdp.module.module import GraphFSDPModule
 from graph_fsdp.module.refusals import Registry
 from graph_fsdp.options import CompileOptions
@@ -35,7 +36,6 @@ from graph_fsdp.runtime.backends import BACKENDS, Backend
 from graph_fsdp.runtime.ranks.agreement import is_shared
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
 
-UNFINISHED = "_graph_fsdp_unfinished"  # in a model, while it is changed
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NO_FORWARD = tuple(container.forward for container in (nn.Module, *_CONTAINERS))
 
