@@ -66,7 +66,7 @@ OF_FSDP2 = {
     "test_2d_mesh_without_mesh_dim_names": _WORKS,
     "test_reduce_scatter_max_input_buffers_resolves_to_max": "sets it for units: an error says so",
     "test_exception_when_used_together_with_comm_hooks": _OTHER_ERROR,
-    "test_fully_shard_deepcopy": _OTHER_ERROR,
+    "test_fully_shard_deepcopy": _WORKS,
     "test_fully_shard_reapply": _OTHER_ERROR,
     "test_fully_shard_unsupported_module_cls": _OTHER_ERROR,
     "test_invalid_mesh_ndim": _OTHER_ERROR,

@@ -88,6 +88,12 @@ class SlotMemory:
         self.pieces: list[Tensor] = []
         self._lent = False
 
+    def anew(self, counter: GatheredBytes) -> SlotMemory:
+        """Return such memory without pieces, for a copy of the model, which has this ``counter``."""
+        made = SlotMemory(self.device, counter, self.allocate)
+        made.others = self.others
+        return made
+
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)

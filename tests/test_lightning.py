@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from facts import Facts, shared_folder
 from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import strategies as trainer_strategies
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from models import GPT, SEQUENCE, VOCABULARY
 from pages import DOCS, ROOT, examples, printed
 from reference import fsdp2 as with_fsdp2
@@ -250,6 +250,34 @@ def losses_and_parameters_of_the_trainer_are_those_of_fsdp2_and_it_resumes_what_
     resumed = Outcome(own.steps[8:], own.model)
     check_same(with_trainer(ours, load=folder / "own" / "epoch=0.ckpt"), resumed)
     check_same(with_trainer(fsdp2, load=folder / "ours" / "epoch=0.ckpt"), resumed)
+
+
+@FACTS
+def the_callback_of_averages_leaves_the_mean_of_all_steps() -> None:
+    class Seen(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            values.append([p.full_tensor().detach().clone() for p in module.parameters()])
+
+    class Linear(Module):
+        def configure_model(self) -> None:
+            if self.model is None:
+                torch.manual_seed(0)
+                self.model = ours(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), self.device_mesh)
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            return self.model(batch[0]).square().mean()  # type: ignore[misc,no-any-return]
+
+    values: list[list[Tensor]] = []
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, max_epochs=1, callbacks=[Seen(), WeightAveraging()],
+        strategy=trainer_strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, logger=False,
+    )  # fmt: skip
+    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module := Linear(ours), DataLoader(TensorDataset(rows), batch_size=2))
+    assert len(values) == 4
+    for p, *steps in zip(module.parameters(), *values, strict=True):
+        torch.testing.assert_close(p.full_tensor(), torch.stack(steps).mean(0))  # type: ignore[attr-defined]
 
 
 @FACTS

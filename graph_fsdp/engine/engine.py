@@ -150,6 +150,18 @@ class Engine:
         """Return what the model has; compiled code keeps the engine, and must not keep the model."""
         return self.structure_of_model() or NO_STRUCTURE
 
+    def take_settings(self, other: Engine) -> None:
+        """Take what was set on a model, of which this engine's model is a copy; but not what optimizers have set."""
+        self.schedules.be_of_a_copy(other.schedules)
+        self.settings = dataclasses.replace(other.settings, stepped=frozenset(), unsharded=frozenset())
+        self.cast, self.own_reduce_group = other.cast, other.own_reduce_group
+        self.comms.all_gather, self.comms.reduce_scatter = other.comms.all_gather, other.comms.reduce_scatter
+        self.kept.hooks.update(other.kept.hooks)
+        self.registered = {kind: memory.anew(self.counter) for kind, memory in other.registered.items()}
+        units, others = self.unsharded, other.unsharded
+        units.optional, units.whole_after_backward = others.optional, others.whole_after_backward
+        self.finalization.manual, self.finalization.unreduced = other.finalization.manual, other.finalization.unreduced
+
     def capture_regions(self, model: nn.Module) -> None:
         """Make compute regions CUDA graphs from now on. Dynamo keeps these, so they keep neither model nor storage."""
         self.storage.keeps_buffers = True

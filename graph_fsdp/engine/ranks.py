@@ -48,7 +48,8 @@ class Schedules:
 
     def __init__(self, engine: Engine, ranks: tuple[int, ...], name: str) -> None:
         self._engine, self.ranks, self.name = engine, ranks, name
-        self.index = _models_of_ranks[ranks]  # of the model, among those of these ranks
+        self.index = str(_models_of_ranks[ranks])  # of the model, among those of these ranks
+        self._copies = 0
         self.lockstep = lockstep_of(ranks) if is_shared(ranks) else None
         self._timeout = agreement.TIMEOUT_SECONDS
         if self.lockstep is not None:
@@ -63,6 +64,14 @@ class Schedules:
         self._agreements = 0
         self._facts_agreed = False
         self.is_announced = False  # that this rank compiles a graph, which it has not scheduled yet
+
+    def be_of_a_copy(self, model: Schedules) -> None:
+        """Have the model be known to the ranks as the next copy of another ``model``, whose copies ranks count alike.
+        One rank may copy by itself, and other models keep their numbers."""
+        if self.lockstep is not None:
+            _models_of_ranks[self.ranks] -= 1
+            self.index = f"{model.index}.{model._copies}"
+            model._copies += 1
 
     @property
     def is_first(self) -> bool:

@@ -66,12 +66,19 @@ class CallableAlone:
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)
         state = {name: value for name, value in made[2].items() if name != "_graph_fsdp_called"}
-        return object.__new__, (_own_class(self),), state
+        return object.__new__, (plain_class(type(self)),), state
 
 
-def _own_class(module: Any) -> type:
-    kinds = type(module).__mro__
-    return kinds[kinds.index(CallableAlone) + 1]
+def plain_class(kind: type) -> type:
+    """Return the class that an object of the compiled class ``kind`` had before ``compile``."""
+    kinds = kind.__mro__
+    return kinds[kinds.index(CallableAlone if CallableAlone in kinds else FSDPModule) + 1]
+
+
+def compiled_modules(model: nn.Module, engine: Engine) -> list[nn.Module]:
+    """Return the modules of ``model`` that have a class by ``compile``, which has made ``engine``."""
+    called = ((module, vars(module).get("_graph_fsdp_called")) for module in model.modules())
+    return [module for module, called_as in called if called_as is not None and called_as.engine is engine]
 
 
 class _NotStatically(property):
@@ -94,22 +101,43 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, CollectiveMet
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the model's own class instead of a compiled model's (indexing into a container does that)."""
-        original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        original: Any = plain_class(cls)
         instance = original.__new__(original)
         instance.__init__(*args, **kwargs)
         return instance
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return another compiled model with equal shards (``copying.py``)."""
+        copied = vars(self).get("_graph_fsdp_copied")
+        if copied is None:
+            raise UnsupportedError(
+                f"copy.deepcopy was given {vars(self)['_graph_fsdp_called'].name!r}, a unit of a model compiled by "
+                "graph_fsdp, which has its parameters' storage and graphs; copy the whole model and take the unit of "
+                "the copy, or copy the unit before graph_fsdp.compile"
+            )
+        return copied(self, memo)
+
     def __setattr__(self, name: str, value: Any) -> None:
         # This is how torch's ``register_fsdp_forward_method`` reaches us.
         if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
-            calls = _called_by(self, method)
-            if calls == "the model":
-                return
+            return self._register(name, method)
+        if name == "forward" and not torch.compiler.is_compiling() and not self._graph_fsdp.fullgraph:
+            given, value = value, _forward_in_its_place(cast(nn.Module, self), value)
+            self._given()[name] = value, given
+        super().__setattr__(name, value)
+
+    def _register(self, name: str, method: Callable[..., Any]) -> None:
+        calls = _called_by(self, method)
+        if calls != "the model":
             made = _whole_in if calls == "parts" else _compiled_method
             value = made(cast(nn.Module, self), name, method)
-        elif name == "forward" and not torch.compiler.is_compiling() and not self._graph_fsdp.fullgraph:
-            value = _forward_in_its_place(cast(nn.Module, self), value)
-        super().__setattr__(name, value)
+            self._given()[name] = value, method
+            super().__setattr__(name, value)
+
+    def _given(self) -> dict[str, tuple[Any, Any]]:
+        """Return, by name, what stands for a function that a user has set, and that function: copies get another."""
+        given: dict[str, tuple[Any, Any]] = vars(self).setdefault("_graph_fsdp_given", {})
+        return given
 
     def _get_name(self) -> str:
         """Return the name of the model's own class, by which transformers' Trainer knows whether labels are shifted."""
@@ -142,7 +170,7 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, CollectiveMet
         modules = cast(nn.Module, self).modules()
         alone = {module: type(module) for module in modules if isinstance(module, CallableAlone)}
         for module in alone:
-            module.__class__ = _own_class(module)
+            module.__class__ = plain_class(type(module))
         try:
             return self._after_fsdp_module().apply(fn)
         finally:
@@ -262,7 +290,8 @@ def _let_enter(module: nn.Module, called: CalledAs, name: str, first: type, clas
     """Give ``module`` a class of this name, with ``first`` before its own one, whose forward enters compiled code; one
     of ``classes`` where there is one for its own class and forward."""
     cls, forward = type(module), original_forward(module)
-    module.__dict__.pop("forward", None)
+    if "forward" in vars(module):
+        vars(module)["_graph_fsdp_forward"] = vars(module).pop("forward")
     if (first, cls, forward) not in classes:
         namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
         if forward is not nn.Module.forward:  # else torch's raises

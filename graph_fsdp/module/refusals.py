@@ -34,9 +34,6 @@ _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 class Refusals:
     """Adds the methods that refuse to the classes of models and units (``module.py``)."""
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError("a model compiled by graph_fsdp cannot be deep-copied; copy it before graph_fsdp.compile")
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "a model compiled by graph_fsdp cannot be pickled (torch.save, copy.copy, an argument of another process): "

@@ -80,6 +80,13 @@ class Structure:
                     p.grad = None
         return True
 
+    def take_late(self, other: Structure) -> None:
+        """Take for late what was that in ``other``, of the model that this one's is a copy of."""
+        late = {name for name, _ in other._frozen}
+        known = _parameters(self._model)
+        self._known -= {(weakref.ref(module), leaf) for name, module, leaf, _ in known if name in late}
+        self._frozen = [(name, p) for name, _, _, p in _parameters(self._model) if name in late]
+
     # --- what is looked at
 
     def _look(self) -> None:

@@ -131,9 +131,10 @@ class ModulePolicies:
                 continue
             RemovableHandle.next_id = number
             inputs, outputs = self.casts_of(name)
-            if inputs is not None:
+            known = cast_hooks(module)  # of the copy of a compiled model
+            if inputs is not None and not known:
                 module.register_forward_pre_hook(_casts(_cast_inputs, inputs), prepend=True, with_kwargs=True)
-            if outputs is not None:
+            if outputs is not None and not known:
                 module.register_forward_hook(_casts(_cast_outputs, outputs))
         RemovableHandle.next_id = number + 2
 
@@ -141,6 +142,13 @@ class ModulePolicies:
 @functools.cache
 def _casts(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     return functools.partial(function, dtype)
+
+
+def cast_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks of ``module`` that are casts of ours. Equal ones are one object."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    ours = (_cast_inputs, _cast_outputs)
+    return [hook for hook in hooks if isinstance(hook, functools.partial) and hook.func in ours]
 
 
 def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolicies:

@@ -371,6 +371,8 @@ def what_xla_does_not_have_is_refused() -> None:
         model.set_requires_gradient_sync(False)
     with pytest.raises(UnsupportedError, match="XLA"):
         model.unshard()
+    with pytest.raises(UnsupportedError, match=r"deep-copied: with backend='xla', copy it before graph_fsdp\.compile"):
+        copy.deepcopy(model)
 
 
 test_on_four_devices = FACTS.on_devices(timeout=1800)

@@ -1,0 +1,177 @@
+"""``copy.deepcopy`` of a compiled model makes another one, with shards, settings and graphs of its own.
+
+While it is copied the model is the plain one: its modules have their own classes and hold placeholders, and what
+``compile`` has added is put aside. The plain copy is then built by the decisions that were made for the model.
+Functions that ``compile`` was given are not asked again: they may know parameters of the model, and not those of the
+copy. Gradients, monitors and graphs are not copied. Nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import compat
+from graph_fsdp.engine.engine import Engine
+from graph_fsdp.errors import EmptyPlaceholderError, UnsupportedError
+from graph_fsdp.module.build import Decisions, build
+from graph_fsdp.module.module import GraphFSDPModule, compiled_modules, plain_class
+from graph_fsdp.parameters.mixed_precision import cast_hooks
+from graph_fsdp.parameters.placeholder import set_guarded
+from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards
+
+_GIVE_MEMO = "If a class of the model has a __deepcopy__, have it give memo to copy.deepcopy."
+_State = tuple[nn.Module, type[nn.Module], dict[str, Any]]
+
+
+def can_be_copied(model: nn.Module, decisions: Decisions) -> None:
+    """Have ``copy.deepcopy`` copy a model that was built by ``decisions``."""
+    vars(model)["_graph_fsdp_copied"] = functools.partial(_deep_copied, decisions)
+
+
+def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of a compiled model. ``memo``: that of ``copy.deepcopy``, which knows the copies of modules
+    and shards afterwards.
+
+    Raises:
+        UnsupportedError: this model, or what it holds now, cannot be copied; nothing was changed.
+        ParameterChangedError: as in a forward.
+    """
+    engine: Engine = vars(model)["_graph_fsdp"]
+    storage = engine.storage
+    _check(model, engine, decisions, memo)
+    engine.structure.check()
+    engine.unsharded.release()
+    storage.refresh()
+    parameters, modules = storage.parameters, compiled_modules(model, engine)
+    originals = {name: _without_values(p, storage) for name, p in parameters.items()}
+    for name, p in parameters.items():
+        memo[id(p.shard)] = memo[id(p.placeholder)] = originals[name]
+    for module in model.modules():
+        memo.update((id(hook), hook) for hook in cast_hooks(module))
+    with storage.placeholders_registered(), _plain(modules) as later:
+        storage.active = False
+        set_guarded((p.placeholder for p in parameters.values()), True)  # no forward runs: who reads one is told
+        try:
+            copied: nn.Module = copy.deepcopy(model, memo)
+            found = copy.deepcopy(later, memo)
+        except EmptyPlaceholderError as error:
+            told = "the model cannot be deep-copied: code of it reads a parameter meanwhile, and this rank has a shard"
+            raise UnsupportedError(f"{told}. {_GIVE_MEMO}") from error
+    owners = {name: _copied_owners(p, originals[name], memo) for name, p in parameters.items()}
+    units = [
+        dataclasses.replace(unit, modules={name: memo[id(module)] for name, module in unit.modules.items()})
+        for unit in decisions.units
+    ]
+    named = {memo[id(module)]: policy for module, policy in decisions.policies.named.items() if id(module) in memo}
+    policies = dataclasses.replace(decisions.policies, model=copied, named=named)
+    decided = dataclasses.replace(decisions, spec=engine.spec, policies=policies, units=units)
+    with torch.inference_mode(False):
+        build(copied, decided, originals, owners, lambda shards: _fill(shards, storage))
+    can_be_copied(copied, decided)
+    new: Engine = vars(copied)["_graph_fsdp"]
+    new.take_settings(engine)
+    new.structure.take_late(engine.structure)
+    for name, p in new.storage.parameters.items():
+        memo[id(parameters[name].shard)] = p.shard
+    for module, name, value in found:
+        set_again: Any = setattr if name == "forward" else GraphFSDPModule._register
+        set_again(module, name, value)
+    return copied
+
+
+def _check(model: nn.Module, engine: Engine, decisions: Decisions, memo: dict[int, Any]) -> None:
+    """Refuse what cannot be copied."""
+    place, kind, reason = decisions.place, type(model).__name__.removeprefix("FSDP"), ""
+    known = [name for name, p in engine.storage.parameters.items() if id(p.shard) in memo]
+    owners = {module for p in engine.storage.parameters.values() for module, _ in p.owners}
+    inside = set(model.modules())
+    if place.backend.name == "xla":
+        reason = "with backend='xla', copy it before graph_fsdp.compile"
+    elif engine.extensions or place.quantized:
+        names = [*engine.extensions, *place.quantized]
+        reason = f"its parameter {names[0]!r} has a tensor extension or is quantized: copy it before graph_fsdp.compile"
+    elif engine.unsharded.held:
+        reason = "parameters are whole in a block of graph_fsdp.unsharded: copy it outside of the block"
+    elif engine.storage.active:
+        reason = "its forward runs: copy it before or after"
+    elif engine.settings.over_groups:
+        reason = "torchft's manager counts its gradients: copy it before graph_fsdp.integrations.torchft replicates it"
+    elif known:
+        reason = f"its parameter {known[0]!r} was copied before it, with another object: copy the model first"
+    elif not owners <= inside or not {m for unit in decisions.units for m in unit.modules.values()} <= inside:
+        reason = "modules of it were exchanged after graph_fsdp.compile: copy it before"
+    if reason:
+        raise UnsupportedError(f"{kind}, compiled by graph_fsdp, cannot be deep-copied: {reason}")
+
+
+def _without_values(p: ShardedParameter, storage: Shards) -> nn.Parameter:
+    """Return a parameter of the plain model in which the values will never be."""
+    make = compat.emptied if storage.has_memory else compat.without_memory
+    shape, like = p.spec.shape, p.placeholder
+    value = make(shape, p.spec.dtype, storage.device)
+    return nn.Parameter(compat.make_dtensor(value, like) if isinstance(like, DTensor) else value, p.shard.requires_grad)
+
+
+@contextlib.contextmanager
+def _plain(modules: list[nn.Module]) -> Iterator[list[tuple[nn.Module, str, Any]]]:
+    """Let modules be those of the plain model. Yields what users have set on them since, in places where it is to be
+    set again: (module, name, value)."""
+    before: list[_State] = [(module, type(module), vars(module)) for module in modules]
+    later: list[tuple[nn.Module, str, Any]] = []
+
+    def restore() -> None:
+        for module, kind, state in before:
+            object.__setattr__(module, "__dict__", state)
+            object.__setattr__(module, "__class__", kind)
+
+    try:
+        for module, _, state in before:
+            plain, set_later = _plain_state(module, state)
+            later += [(module, name, value) for name, value in set_later.items()]
+            object.__setattr__(module, "__class__", plain_class(type(module)))
+            object.__setattr__(module, "__dict__", plain)
+        yield later
+    finally:
+        try:
+            restore()
+        except BaseException:  # [Note: Ctrl-C] in sharded.py
+            restore()
+            raise
+
+
+def _plain_state(module: nn.Module, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the plain module had, and what was set on the compiled one that is to be set on a compiled one."""
+    given: dict[str, Any] = state.get("_graph_fsdp_given", {})
+    later = {name: value for name, (made, value) in given.items() if state.get(name) is made}
+    if "forward" in state and getattr(state["forward"], "__func__", None) is not type(module).forward:
+        later.setdefault("forward", state["forward"])
+    plain = {k: v for k, v in state.items() if not k.startswith("_graph_fsdp") and k not in later and k != "forward"}
+    if "_graph_fsdp_forward" in state:
+        plain["forward"] = state["_graph_fsdp_forward"]
+    return plain, later
+
+
+def _copied_owners(p: ShardedParameter, original: nn.Parameter, memo: dict[int, Any]) -> Owners:
+    found: Owners = tuple((memo[id(module)], leaf) for module, leaf in p.owners if id(module) in memo)
+    if len(found) < len(p.owners) or any(module._parameters.get(leaf) is not original for module, leaf in found):
+        raise UnsupportedError(
+            f"the model cannot be deep-copied: the copy of {type(p.owners[0][0]).__name__} has another parameter "
+            f"{p.spec.name!r} than copy.deepcopy knows. {_GIVE_MEMO}"
+        )
+    return found
+
+
+@torch.no_grad()
+def _fill(shards: Shards, like: Shards) -> None:
+    for name, p in shards.parameters.items():
+        p.local.copy_(compat.local_part(like.parameters[name].shard))
+        p.filled = True
