@@ -136,7 +136,7 @@ class TestFakeGroup:
             def __init__(self) -> None:
                 super().__init__()
                 self.register_buffer("calls", torch.zeros(()))
-                self.tags = ["a"]
+                self.tags, self.group = ["a"], dist.group.WORLD
 
             def forward(self, x: Tensor) -> Tensor:
                 self.calls += 1
@@ -151,6 +151,7 @@ class TestFakeGroup:
         assert seen == [model, copied]
         assert (model.calls.item(), copied.calls.item()) == (1, 2)
         assert model.training and model.tags == ["a"] and not copied.blocks[0].training
+        assert copied.group is dist.group.WORLD
 
     def test_tied_and_frozen_parameters_and_an_lstm(self) -> None:
         class Tied(nn.Module):
@@ -317,8 +318,8 @@ def test_in_inference_mode() -> None:
         text(copied)
 
 
-def steps(model: nn.Module, count: int, averages: AveragedModel | None = None) -> list[Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def steps(model: nn.Module, count: int, averages: AveragedModel | None = None, optimizer: Any = None) -> list[Tensor]:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(count):
         model(rows(4, 16, seed=step)).square().mean().backward()
         for p in model.parameters():
@@ -342,6 +343,16 @@ def a_copy_trains_as_the_model() -> None:
         expected = steps(model, 2)
         assert all(map(torch.equal, found, expected))
         assert not any(map(torch.equal, [p.to_local() for p in model.parameters()], values)), "it was as it was"
+
+
+@FACTS
+def a_copy_with_its_optimizer_goes_on_as_the_model() -> None:
+    torch.manual_seed(0)
+    model = compiled()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps(model, 1, optimizer=optimizer)
+    copied, of_copy = copy.deepcopy((model, optimizer))
+    assert all(map(torch.equal, steps(copied, 2, optimizer=of_copy), steps(model, 2, optimizer=optimizer)))
 
 
 @FACTS

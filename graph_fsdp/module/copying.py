@@ -3,7 +3,7 @@
 While it is copied the model is the plain one: its modules have their own classes and hold placeholders, and what
 ``compile`` has added is put aside. The plain copy is then built by the decisions that were made for the model.
 Functions that ``compile`` was given are not asked again: they may know parameters of the model, and not those of the
-copy. Gradients, monitors and graphs are not copied. Nothing is communicated.
+copy. Gradients, monitors and graphs are not copied, process groups and meshes are the model's. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
@@ -56,7 +58,8 @@ def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -
     for name, p in parameters.items():
         memo[id(p.shard)] = memo[id(p.placeholder)] = originals[name]
     for module in model.modules():
-        memo.update((id(hook), hook) for hook in cast_hooks(module))
+        groups = (value for value in vars(module).values() if isinstance(value, (dist.ProcessGroup, DeviceMesh)))
+        memo.update((id(value), value) for value in (*cast_hooks(module), *groups))
     with storage.placeholders_registered(), _plain(modules) as later:
         storage.active = False
         set_guarded((p.placeholder for p in parameters.values()), True)  # no forward runs: who reads one is told
