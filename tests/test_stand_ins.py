@@ -13,6 +13,7 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from reexecution import cpu_graphs
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint_sequential
 
 import graph_fsdp
@@ -55,6 +56,36 @@ def targets(model: nn.Module, phase: str) -> list[Any]:
     graph = graph_fsdp.inspect(model).graphs[-1].views[phase].graph
     assert graph is not None
     return [node.target for node in graph.fx_graph.nodes]
+
+
+# --- batch norm
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"backend": "inductor"}], ids=str)
+def test_running_means_of_all_batches(options: dict[str, Any]) -> None:
+    """Each updates them by one divided by the number of batches, which a buffer counts."""
+    dtype = options.pop("dtype", torch.float32)
+    plain = nn.Sequential(nn.Conv1d(4, 8, 1), nn.BatchNorm1d(8, momentum=None), nn.Conv1d(8, 2, 1)).to(dtype)
+    model = graph_fsdp.compile(copy.deepcopy(plain), **{"backend": "eager", **options})
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.01, "atol": 0.01}
+    for step in range(3):
+        outputs = [m(rows(4, 4, 3).to(dtype) + step) for m in (model, plain)]
+        for output in outputs:
+            output.square().sum().backward()
+        torch.testing.assert_close(*outputs, **close)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), **close)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4 if dtype is torch.float32 else 0.05, atol=0.01)
+    assert len(graph_fsdp.inspect(model).captures) == 1
+
+
+def test_update_bn_is_traced_once() -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
+    for m in (model, plain):
+        swa_utils.update_bn([rows(4, 8) + step for step in range(3)], m)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert len(graph_fsdp.inspect(model).captures) == 1
 
 
 # --- checkpoint_sequential

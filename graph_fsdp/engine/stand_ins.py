@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -30,6 +31,7 @@ def install() -> None:
         _trace_as(original, traced)
     for let_trace in (compat.inline_compile_regions, compat.trace_methods_of_class_names):
         let_trace(lambda: Entered.engine >= 0)
+    compat.trace_momenta_of_data(lambda: Entered.engine >= 0, _batch_norm)
 
 
 def _trace_as(original: Any, traced: Any) -> None:
@@ -69,6 +71,19 @@ def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: in
     """Stand for the look of ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` at the values of a mask, which a
     graph does not have. The mask is applied, whether it is causal or not."""
     return is_causal is True
+
+
+def _batch_norm(
+    input: Tensor, mean: Tensor, variance: Tensor, weight: Any, bias: Any, training: bool, momentum: Any, eps: float
+) -> Tensor:
+    """Stand for ``F.batch_norm`` of a layer with ``momentum=None``, as ``swa_utils.update_bn`` sets: its momentum is
+    one divided by a count, which is the data's."""
+    with torch.no_grad():
+        wide = torch.promote_types(input.dtype, torch.float32)
+        found = torch.var_mean(input.to(wide), [0, *range(2, input.dim())])
+        for running, now in zip((variance, mean), found, strict=True):
+            running.lerp_(now.to(running.dtype), torch.full((), momentum, dtype=running.dtype, device=running.device))
+    return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
 
 
 def _of_numbers(collective: Any) -> Any:

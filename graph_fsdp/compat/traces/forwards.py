@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
     ConstantVariable,
     GetAttrVariable,
+    SymNodeVariable,
     TorchInGraphFunctionVariable,
     UserFunctionVariable,
     builder,
@@ -82,6 +84,22 @@ def trace_methods_of_class_names(traced: Callable[[], bool]) -> None:
         return as_ever(self, tx, name, *given)
 
     patched.call_method = call_method
+
+
+def trace_momenta_of_data(traced: Callable[[], bool], batch_norm: Callable[..., torch.Tensor]) -> None:
+    """While ``traced()``, have Dynamo trace ``batch_norm`` for ``F.batch_norm`` where the data says what the momentum
+    is: that of an operator is known before it runs."""
+    patched: Any = TorchInGraphFunctionVariable
+    as_ever = patched.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is F.batch_norm and traced():
+            momentum = kwargs.get("momentum") if len(args) < 7 else args[6]
+            if isinstance(momentum, SymNodeVariable):
+                return UserFunctionVariable(cast(Any, batch_norm)).call_function(tx, args, kwargs)
+        return as_ever(self, tx, args, kwargs)
+
+    patched.call_function = call_function
 
 
 _tracing = threading.local()
