@@ -12,7 +12,8 @@ from torch import nn
 from graph_fsdp.engine.dynamo import trace_composable_checkpoints
 from graph_fsdp.engine.sync_batch_norm import trace_sync_batch_norm
 from graph_fsdp.mesh import DataParallelMesh
-from graph_fsdp.module.module import become_compiled, original_forward
+from graph_fsdp.module.entering import original_forward
+from graph_fsdp.module.module import become_compiled
 from graph_fsdp.parameters.extensions import extend, plain
 from graph_fsdp.parameters.mixed_precision import ModulePolicies
 from graph_fsdp.parameters.sharded import Owners, Shards

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from types import MethodType
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -19,44 +16,32 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from graph_fsdp import compat
 from graph_fsdp.classes import preceded
 from graph_fsdp.engine.casting import follow_cast
-from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.collective_methods import CollectiveMethods
 from graph_fsdp.module.communication import CommunicationMethods
+from graph_fsdp.module.entering import (
+    CalledAs,
+    compiled_method,
+    entering,
+    forward_in_its_place,
+    original_forward,
+    whole_in,
+)
 from graph_fsdp.module.refusals import (
     NoState,
     Refusals,
     Registry,
     already_sharded,
-    refuse_transforms,
     saving_whole,
     watch_steps,
 )
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
-from graph_fsdp.parameters.inputs import cast_floats, on_device
 from graph_fsdp.parameters.mixed_precision import ModulePolicies
 from graph_fsdp.parameters.own_rows import own_rows
-from graph_fsdp.parameters.sharded import ShardedParameter, is_foreign
-from graph_fsdp.parameters.unshard import unsharded
 from graph_fsdp.passes.repeat.segments import WORTH
 from graph_fsdp.units import Unit
-
-
-class CalledAs(NamedTuple):
-    """Is what a module has whose forward runs compiled: the engine, the module's name, and the dtypes, or None, to
-    which the forward's inputs and outputs are cast; of a module in no unit, its parameters with their modules, too."""
-
-    engine: Engine
-    name: str
-    inputs: torch.dtype | None = None
-    outputs: torch.dtype | None = None
-    places: Sequence[tuple[nn.Module, str, ShardedParameter]] = ()
-
-    def is_given_values(self) -> bool:
-        """Say whether a caller has put something else where the shards were, as ``torch.func.functional_call`` does."""
-        return any(is_foreign(p, module._parameters.get(leaf)) for module, leaf, p in self.places)
 
 
 class CallableAlone:
@@ -122,14 +107,14 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, CollectiveMet
         if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
             return self._register(name, method)
         if name == "forward" and not torch.compiler.is_compiling() and not self._graph_fsdp.fullgraph:
-            given, value = value, _forward_in_its_place(cast(nn.Module, self), value)
+            given, value = value, forward_in_its_place(cast(nn.Module, self), value)
             self._given()[name] = value, given
         super().__setattr__(name, value)
 
     def _register(self, name: str, method: Callable[..., Any]) -> None:
         calls = _called_by(self, method)
         if calls != "the model":
-            made = _whole_in if calls == "parts" else _compiled_method
+            made = whole_in if calls == "parts" else compiled_method
             value = made(cast(nn.Module, self), name, method)
             self._given()[name] = value, method
             super().__setattr__(name, value)
@@ -231,25 +216,6 @@ for _name, _value in vars(FSDPModule).items():
         setattr(GraphFSDPModule, _name, unsupported(_name))
 
 
-def original_forward(model: nn.Module) -> Callable[..., Any]:
-    """Return the model's forward as a function of (self, …), also where it was set on the instance."""
-    own = model.__dict__.get("forward")
-    return type(model).forward if own is None else _taking_the_module(own)
-
-
-def _taking_the_module(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of (self, …) that calls ``own``, which was set on a module."""
-
-    def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    functools.update_wrapper(function, own)
-    self_first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [self_first, *inspect.signature(own).parameters.values()]
-    vars(function)["__signature__"] = inspect.Signature(parameters)
-    return function
-
-
 _Classes = dict[tuple[type, type, Callable[..., Any]], type]
 
 
@@ -295,7 +261,7 @@ def _let_enter(module: nn.Module, called: CalledAs, name: str, first: type, clas
     if (first, cls, forward) not in classes:
         namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
         if forward is not nn.Module.forward:  # else torch's raises
-            namespace["forward"] = _entering("forward", forward, called.engine.number)
+            namespace["forward"] = entering("forward", forward, called.engine.number)
         if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
             namespace["save_pretrained"] = saving_whole(save_pretrained)
         classes[first, cls, forward] = preceded(name, (first,), cls, namespace)
@@ -329,30 +295,6 @@ def _generators_inside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _entering(name: str, function: Callable[..., Any], number: int, *given: Any) -> Callable[..., Any]:
-    """Return ``function`` as a method of the model and of units that runs compiled; ``number``: the engine's;
-    ``given``: its arguments before those of a call."""
-
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if Entered.engine == number:  # traced with the model
-            return function(self, *given, *args, **kwargs)
-        refuse_transforms(args, kwargs)
-        # The engine is not of the closure: graphs keep classes, and classes would keep it.
-        called: CalledAs = vars(self)["_graph_fsdp_called"]
-        if called.is_given_values():
-            return function(self, *given, *args, **kwargs)
-        engine, called_as, of_inputs, of_outputs, _ = called
-        if engine.storage.device.type != "cpu":
-            args, kwargs = on_device((args, kwargs), engine.storage.device)
-        if of_inputs is not None:
-            args, kwargs = cast_floats((args, kwargs), of_inputs)
-        entry = Entry(called_as, name, function)
-        outputs = engine.run(entry, self, *given, *args, **kwargs)
-        return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
-
-    return functools.wraps(function)(like_no_other(run))  # in a model that breaks it is a frame by itself
-
-
 def _called_by(module: Any, method: Any) -> str:
     """Say what the ``generate`` of a model of transformers, or PEFT's, calls; "" of any other method. That of a decoder
     is a loop of Python, in which each call of "the model" is compiled already: transformers' Trainer registers it. That
@@ -365,45 +307,3 @@ def _called_by(module: Any, method: Any) -> str:
         base: Any = module.get_base_model()
         return "" if not isinstance(base, GraphFSDPModule) else _called_by(base, getattr(base, name))
     return ""
-
-
-def _forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a forward that is set on a compiled module as the model's code, which may break (with
-    ``fullgraph=True`` it runs as it is). Fabric and TRL set one for each call: it is an argument of the one function
-    that is compiled, for which Dynamo has guards, as graphs for each of them would be traced for each call."""
-    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    if inspect.iscode(code) and (code.co_filename, code.co_firstlineno) in _COMPILED:
-        return forward  # the one before, set again
-    run = _entering("forward", _call_given, vars(module)["_graph_fsdp"].number, forward)
-
-    @functools.wraps(forward, updated=())
-    def given(*args: Any, **kwargs: Any) -> Any:
-        return run(module, *args, **kwargs)
-
-    return given
-
-
-_CODE = [code for f in (_entering, _forward_in_its_place) for code in f.__code__.co_consts if inspect.iscode(code)]
-_COMPILED = {(code.co_filename, code.co_firstlineno) for code in _CODE}
-
-
-def _call_given(_: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
-
-
-def _whole_in(module: nn.Module, _: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that the user has registered beside forward, in which parameters are whole."""
-
-    @functools.wraps(method)
-    def whole(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with unsharded(self, writeback=False):
-            return method(*args, **kwargs)
-
-    return MethodType(whole, module)
-
-
-def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that the user has registered beside forward, compiled."""
-    own = method.__func__ if isinstance(method, MethodType) and method.__self__ is module else None
-    function = _taking_the_module(method) if own is None else own
-    return MethodType(_entering(name, function, vars(module)["_graph_fsdp"].number), module)

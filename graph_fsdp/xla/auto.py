@@ -21,7 +21,7 @@ from graph_fsdp import compat
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.ranks import Made, nothing
-from graph_fsdp.module.module import original_forward
+from graph_fsdp.module.entering import original_forward
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes import Graph, PassContext, PassPipeline
 from graph_fsdp.passes.ir.graph import Phase
