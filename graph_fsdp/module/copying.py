@@ -19,16 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from graph_fsdp import compat
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.errors import EmptyPlaceholderError, UnsupportedError
 from graph_fsdp.module.build import Decisions, build
 from graph_fsdp.module.module import GraphFSDPModule, compiled_modules, plain_class
 from graph_fsdp.parameters.mixed_precision import cast_hooks
 from graph_fsdp.parameters.placeholder import set_guarded
-from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards
+from graph_fsdp.parameters.sharded import Owners, ShardedParameter
 
 _GIVE_MEMO = "If a class of the model has a __deepcopy__, have it give memo to copy.deepcopy."
 _State = tuple[nn.Module, type[nn.Module], dict[str, Any]]
@@ -36,7 +34,8 @@ _State = tuple[nn.Module, type[nn.Module], dict[str, Any]]
 
 def can_be_copied(model: nn.Module, decisions: Decisions) -> None:
     """Have ``copy.deepcopy`` copy a model that was built by ``decisions``."""
-    vars(model)["_graph_fsdp_copied"] = functools.partial(_deep_copied, decisions)
+    place = dataclasses.replace(decisions.place, quantized={})  # which has whole weights
+    vars(model)["_graph_fsdp_copied"] = functools.partial(_deep_copied, dataclasses.replace(decisions, place=place))
 
 
 def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -54,7 +53,7 @@ def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -
     engine.unsharded.release()
     storage.refresh()
     parameters, modules = storage.parameters, compiled_modules(model, engine)
-    originals = {name: _without_values(p, storage) for name, p in parameters.items()}
+    originals = {name: storage.plain_copy(p) for name, p in parameters.items()}
     for name, p in parameters.items():
         memo[id(p.shard)] = memo[id(p.placeholder)] = originals[name]
     for module in model.modules():
@@ -62,7 +61,8 @@ def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -
         memo.update((id(value), value) for value in (*cast_hooks(module), *groups))
     with storage.placeholders_registered(), _plain(modules) as later:
         storage.active = False
-        set_guarded((p.placeholder for p in parameters.values()), True)  # no forward runs: who reads one is told
+        # No forward runs: who reads a placeholder is told. XLA has no guards.
+        set_guarded((p.placeholder for p in parameters.values() if "_graph_fsdp" in vars(p.placeholder)), True)
         try:
             copied: nn.Module = copy.deepcopy(model, memo)
             found = copy.deepcopy(later, memo)
@@ -78,7 +78,7 @@ def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -
     policies = dataclasses.replace(decisions.policies, model=copied, named=named)
     decided = dataclasses.replace(decisions, spec=engine.spec, policies=policies, units=units)
     with torch.inference_mode(False):
-        build(copied, decided, originals, owners, lambda shards: _fill(shards, storage))
+        build(copied, decided, originals, owners, lambda shards: shards.fill_from(storage))
     can_be_copied(copied, decided)
     new: Engine = vars(copied)["_graph_fsdp"]
     new.take_settings(engine)
@@ -93,15 +93,12 @@ def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -
 
 def _check(model: nn.Module, engine: Engine, decisions: Decisions, memo: dict[int, Any]) -> None:
     """Refuse what cannot be copied."""
-    place, kind, reason = decisions.place, type(model).__name__.removeprefix("FSDP"), ""
-    known = [name for name, p in engine.storage.parameters.items() if id(p.shard) in memo]
-    owners = {module for p in engine.storage.parameters.values() for module, _ in p.owners}
-    inside = set(model.modules())
-    if place.backend.name == "xla":
-        reason = "with backend='xla', copy it before graph_fsdp.compile"
-    elif engine.extensions or place.quantized:
-        names = [*engine.extensions, *place.quantized]
-        reason = f"its parameter {names[0]!r} has a tensor extension or is quantized: copy it before graph_fsdp.compile"
+    reason, parameters, inside = "", engine.storage.parameters, set(model.modules())
+    known = [name for name, p in parameters.items() if id(p.shard) in memo]
+    others = [name for name, p in parameters.items() if p.spec.extended or p.used_like is not None]
+    owners = {module for p in parameters.values() for module, _ in p.owners}
+    if others:
+        reason = f"its parameter {others[0]!r} is quantized or has a tensor extension: copy it before compile"
     elif engine.unsharded.held:
         reason = "parameters are whole in a block of graph_fsdp.unsharded: copy it outside of the block"
     elif engine.storage.active:
@@ -113,15 +110,8 @@ def _check(model: nn.Module, engine: Engine, decisions: Decisions, memo: dict[in
     elif not owners <= inside or not {m for unit in decisions.units for m in unit.modules.values()} <= inside:
         reason = "modules of it were exchanged after graph_fsdp.compile: copy it before"
     if reason:
+        kind = type(model).__name__.removeprefix("FSDP")
         raise UnsupportedError(f"{kind}, compiled by graph_fsdp, cannot be deep-copied: {reason}")
-
-
-def _without_values(p: ShardedParameter, storage: Shards) -> nn.Parameter:
-    """Return a parameter of the plain model in which the values will never be."""
-    make = compat.emptied if storage.has_memory else compat.without_memory
-    shape, like = p.spec.shape, p.placeholder
-    value = make(shape, p.spec.dtype, storage.device)
-    return nn.Parameter(compat.make_dtensor(value, like) if isinstance(like, DTensor) else value, p.shard.requires_grad)
 
 
 @contextlib.contextmanager
@@ -171,10 +161,3 @@ def _copied_owners(p: ShardedParameter, original: nn.Parameter, memo: dict[int, 
             f"{p.spec.name!r} than copy.deepcopy knows. {_GIVE_MEMO}"
         )
     return found
-
-
-@torch.no_grad()
-def _fill(shards: Shards, like: Shards) -> None:
-    for name, p in shards.parameters.items():
-        p.local.copy_(compat.local_part(like.parameters[name].shard))
-        p.filled = True

@@ -97,6 +97,14 @@ class Shards(ABC):
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
         """Shard the value of a whole parameter, which may be on another device."""
 
+    @abstractmethod
+    def plain_copy(self, p: ShardedParameter) -> nn.Parameter:
+        """Return a parameter without values, for the plain model of which a copy of the compiled one is made."""
+
+    @abstractmethod
+    def fill_from(self, other: Shards) -> None:
+        """Fill the shards with those of ``other``, of the model that this one's is a copy of."""
+
     def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
         """Have ``install`` give ``tensor``, one of the model's that is not sharded, this value on this device; a
         DTensor this part of it."""

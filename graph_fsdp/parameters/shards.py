@@ -134,6 +134,18 @@ class Storage(Shards):
         p.local.detach().copy_(self._own_part(p, compat.local_part(full)))
         p.filled = True
 
+    def plain_copy(self, p: ShardedParameter) -> nn.Parameter:
+        value = (compat.emptied if self.has_memory else compat.without_memory)(p.spec.shape, p.spec.dtype, self.device)
+        if isinstance(p.placeholder, DTensor):
+            value = compat.make_dtensor(value, p.placeholder)
+        return nn.Parameter(value, p.shard.requires_grad)
+
+    @torch.no_grad()
+    def fill_from(self, other: Shards) -> None:
+        for name, p in self.parameters.items():
+            p.local.copy_(compat.local_part(other.parameters[name].shard))
+            p.filled = True
+
     def _own_part(self, p: ShardedParameter, full: Tensor) -> Tensor:
         """Return a view of what this rank holds of a whole parameter."""
         source, dim = full.detach(), p.spec.shard_dim

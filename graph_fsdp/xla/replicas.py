@@ -83,6 +83,9 @@ class ReplicaStorage(XlaStorage):
     def _needs_stand_in(self, p: ParameterSpec) -> bool:
         return True
 
+    def _mark(self, p: ShardedParameter, value: Tensor) -> None:
+        """Do nothing, as in the next one: it is a replica's own."""
+
     def _shard_again(self) -> None:
         """Do nothing: rows are all that there is."""
 

@@ -54,11 +54,24 @@ class XlaStorage(Shards):
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
         """Place a value and keep it for ``install``: a parameter on the meta device cannot hold it."""
-        placement = self.placement(p.spec)
         if full is not p.shard or full.device.type != "xla":
             full = self._values[p.spec.name] = full.detach().to(self.device, copy=True)
-        compat_xla.mark_sharding(full, placement.devices, placement.tiles)
+        self._mark(p, full)
         p.filled = True
+
+    def plain_copy(self, p: ShardedParameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty(p.shard.shape, dtype=p.spec.dtype, device="meta"), p.shard.requires_grad)
+
+    def fill_from(self, other: Shards) -> None:
+        for name, p in self.parameters.items():
+            # A mere copy would have the same memory, which the next step of an optimizer gives back to XLA.
+            self._values[name] = other.parameters[name].shard.detach() * 1
+            self._mark(p, self._values[name])
+            p.filled = True
+
+    def _mark(self, p: ShardedParameter, value: Tensor) -> None:
+        placement = self.placement(p.spec)
+        compat_xla.mark_sharding(value, placement.devices, placement.tiles)
 
     def install(self, model: nn.Module, fullgraph: bool) -> None:
         for name, p in self.parameters.items():

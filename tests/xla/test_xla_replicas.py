@@ -253,6 +253,21 @@ def an_argument_that_would_be_baked_in_is_refused() -> None:
 
 
 @FACTS
+def a_copy_has_the_rows_of_the_model() -> None:
+    import graph_fsdp
+    from graph_fsdp.xla import full_state_dict
+
+    model = graph_fsdp.compile(built(lambda: MLP(depth=1)), backend="xla", sharding="replicas")
+    batches = [own_rows(vectors(step)) for step in range(2)]
+    trained(model, adamw(model), batches)
+    copied = copy.deepcopy(model)
+    losses = [trained(each, torch.optim.SGD(each.parameters(), lr=0.1), batches) for each in (copied, model)]
+    assert losses[0] == losses[1]
+    found, expected = full_state_dict(copied), full_state_dict(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@FACTS
 def bad_input_is_refused() -> None:
     import numpy
     import torch_xla.distributed.spmd as xs

@@ -89,6 +89,31 @@ def gradients_accumulate_over_two_backwards() -> None:
 
 
 @FACTS
+def a_copy_trains_as_the_model_and_leaves_it_alone() -> None:
+    import torch_xla
+
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    def values(model: nn.Module, steps: int) -> list[Tensor]:
+        for x, y in map(vectors, range(steps)):
+            F.cross_entropy(model(shard_batch(x, axes)), shard_batch(y, axes)).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+            torch_xla.sync(wait=True)
+        return [value.detach().cpu() for value in model.state_dict().values()]
+
+    axes, plain = mesh(DEVICES), nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+    model = graph_fsdp.compile(plain, axes, backend="xla")
+    before = values(model, 1)
+    copied = copy.deepcopy(model)
+    assert all(map(torch.equal, values(copied, 0), before))
+    found = values(copied, 2)
+    assert all(map(torch.equal, values(model, 0), before)), "its memory is its own"
+    assert all(map(torch.equal, values(model, 2), found)) and not torch.equal(found[0], before[0])
+
+
+@FACTS
 def evaluation_without_gradients() -> None:
     import graph_fsdp
     from graph_fsdp.xla import shard_batch
@@ -371,8 +396,6 @@ def what_xla_does_not_have_is_refused() -> None:
         model.set_requires_gradient_sync(False)
     with pytest.raises(UnsupportedError, match="XLA"):
         model.unshard()
-    with pytest.raises(UnsupportedError, match=r"deep-copied: with backend='xla', copy it before graph_fsdp\.compile"):
-        copy.deepcopy(model)
 
 
 test_on_four_devices = FACTS.on_devices(timeout=1800)
