@@ -79,6 +79,18 @@ def test_running_means_of_all_batches(options: dict[str, Any]) -> None:
     assert len(graph_fsdp.inspect(model).captures) == 1
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_momentum_of_the_data_in_a_forward_of_ones_own(training: bool) -> None:
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            momentum = 1 / float(x.abs().max() + 2)
+            return F.batch_norm(x, self.running_mean, self.running_var, training=training, momentum=momentum)
+
+    plain = nn.Sequential(nn.Linear(8, 8), Norm(8))
+    model = check_step(plain, rows(4, 8), close={"rtol": 1e-5, "atol": 1e-6})
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
 def test_update_bn_is_traced_once() -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")

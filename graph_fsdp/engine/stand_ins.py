@@ -74,15 +74,26 @@ def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: in
 
 
 def _batch_norm(
-    input: Tensor, mean: Tensor, variance: Tensor, weight: Any, bias: Any, training: bool, momentum: Any, eps: float
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Tensor:
     """Stand for ``F.batch_norm`` of a layer with ``momentum=None``, as ``swa_utils.update_bn`` sets: its momentum is
     one divided by a count, which is the data's."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
     with torch.no_grad():
         wide = torch.promote_types(input.dtype, torch.float32)
         found = torch.var_mean(input.to(wide), [0, *range(2, input.dim())])
-        for running, now in zip((variance, mean), found, strict=True):
-            running.lerp_(now.to(running.dtype), torch.full((), momentum, dtype=running.dtype, device=running.device))
+        for running, now in zip((running_var, running_mean), found, strict=True):
+            if running is not None:
+                factor = torch.full((), momentum, dtype=running.dtype, device=running.device)
+                running.lerp_(now.to(running.dtype), factor)
     return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
 
 
