@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -51,6 +52,35 @@ def with_tangent(model: nn.Module) -> Tensor:
         return model(forward_ad.make_dual(torch.ones(1, 4), torch.ones(1, 4)))
 
 
+OF_FSDP1 = {
+    "state_dict_type": "get_model_state_dict",
+    "set_state_dict_type": "model.state_dict()",
+    "summon_full_params": "use graph_fsdp.unsharded(model)",
+    "optim_state_dict": "get_optimizer_state_dict",
+    "full_optim_state_dict": "get_optimizer_state_dict",
+    "sharded_optim_state_dict": "get_optimizer_state_dict",
+    "optim_state_dict_to_load": "set_optimizer_state_dict",
+    "shard_full_optim_state_dict": "set_optimizer_state_dict",
+}
+
+
+def of_fsdp1(name: str, model: nn.Module, _: DeviceMesh) -> None:
+    """Call the method of FSDP1's class, as scripts that were FSDP1's may still do."""
+    method, optimizer = getattr(fsdp.FullyShardedDataParallel, name), torch.optim.SGD(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        if name.endswith("state_dict_type"):
+            result = method(model, fsdp.StateDictType.FULL_STATE_DICT)
+        elif name == "summon_full_params":
+            result = method(model)
+        elif name == "shard_full_optim_state_dict":
+            result = method(optimizer.state_dict(), model, optim=optimizer)
+        else:
+            result = method(model, optimizer, *([optimizer.state_dict()] if name.endswith("load") else []))
+        with result:
+            pass
+
+
 Action = Callable[[nn.Module, DeviceMesh], Any]
 REFUSED: dict[str, tuple[Action, type[Exception], str]] = {
     "torch.save": (lambda m, _: torch.save(m, io.BytesIO()), TypeError, "save model.state_dict()"),
@@ -58,6 +88,9 @@ REFUSED: dict[str, tuple[Action, type[Exception], str]] = {
     "copy": (lambda m, _: copy.copy(m), TypeError, "cannot be pickled"),
     "DDP": (lambda m, _: DistributedDataParallel(m), AlreadyShardedError, "DistributedDataParallel"),
     "FSDP1": (lambda m, _: fsdp.FullyShardedDataParallel(m, device_id="cpu"), AlreadyShardedError, "Parallel, and"),
+    **{
+        f"FSDP.{name}": (functools.partial(of_fsdp1, name), UnsupportedError, words) for name, words in OF_FSDP1.items()
+    },
     "fully_shard": (lambda m, mesh: fully_shard(m, mesh=mesh), AlreadyShardedError, "use it as it is"),
     "fully_shard of a part": (lambda m, mesh: fully_shard(m.body, mesh=mesh), AlreadyShardedError, "fully_shard"),
     "replicate": (lambda m, _: replicate(m), AlreadyShardedError, "replicate"),

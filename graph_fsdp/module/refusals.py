@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -91,6 +94,11 @@ class Registry(dict[str, Any]):
     has_shards = False
 
     def __contains__(self, name: object) -> bool:
+        if name == "replicate" and (method := _method_of_fsdp1()):
+            raise UnsupportedError(
+                f"FSDP.{method} was given a model that graph_fsdp has compiled, of which FSDP1 knows nothing; use "
+                f"{_INSTEAD[method]}"
+            )
         if name == "fully_shard":
             raise already_sharded("fully_shard or replicate")
         if name == "checkpoint":
@@ -99,6 +107,39 @@ class Registry(dict[str, Any]):
                 "not trace its hooks; call it before graph_fsdp.compile, or pass activation_checkpointing=…"
             )
         return super().__contains__(name)
+
+
+_GET, _SET = "get_optimizer_state_dict", "set_optimizer_state_dict"
+_WHOLE = "of torch.distributed.checkpoint.state_dict; whole tensors with StateDictOptions(full_state_dict=True)"
+_INSTEAD = {
+    "set_state_dict_type": "model.state_dict(), which has this rank's shards as DTensors, or get_model_state_dict "
+    + _WHOLE,
+    "summon_full_params": "graph_fsdp.unsharded(model)",
+    **dict.fromkeys(("optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict"), f"{_GET} {_WHOLE}"),
+    **dict.fromkeys(("optim_state_dict_to_load", "shard_full_optim_state_dict"), f"{_SET} {_WHOLE}"),
+}
+
+
+def _method_of_fsdp1() -> str:
+    """Return the method of FSDP1's class that asks for a module's registry, on the way through a model; "" where none
+    does. Of a model without FSDP1 most of them fail behind that, or do nothing."""
+    frame = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if (method := _methods_of_fsdp1().get(frame.f_code)) is not None:
+            return method
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
+
+
+_MOST_FRAMES = 6  # between such a method and a registry
+
+
+@functools.cache
+def _methods_of_fsdp1() -> dict[CodeType, str]:
+    methods = {name: getattr(FullyShardedDataParallel, name, None) for name in _INSTEAD}
+    return {inspect.unwrap(method).__code__: name for name, method in methods.items() if method is not None}
 
 
 def refuse_transforms(*given: Any) -> None:
