@@ -68,7 +68,6 @@ class TestFakeGroup:
             {"mp_policy": {MLPBlock: IN_BF16}},
             {"reshard_after_forward": False},
             {"reshard_after_forward": 2},
-            {"regions": "whole", "backend": "inductor"},
             {"fullgraph": False},
             {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
             {"auto_wrap_policy": {MLPBlock}},
@@ -78,7 +77,7 @@ class TestFakeGroup:
     )
     @pytest.mark.filterwarnings("ignore:offload_policy")
     def test_its_graphs_are_those_of_the_model(self, options: dict[str, Any]) -> None:
-        model = graph_fsdp.compile(MLP(), **{"backend": "eager", **options})
+        model = compiled(**options)
         assert text(copy.deepcopy(model)) == text(model)
 
     def test_functions_that_know_the_models_parameters_are_not_asked_again(self) -> None:
