@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import fake_process_group
 from facts import Facts
 from models import MLP, MLPBlock
 from printed import events, stage_text
@@ -35,10 +34,14 @@ IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.fl
 Setting = Callable[[Any], Any]
 
 
+def report_of(model: nn.Module) -> graph_fsdp.GraphReport:
+    model(torch.ones(4, 16)).sum().backward()
+    return graph_fsdp.inspect(model)
+
+
 def text(model: nn.Module) -> str:
     """The graphs of one training step."""
-    model(torch.ones(4, 16)).sum().backward()
-    report = graph_fsdp.inspect(model)
+    report = report_of(model)
     return "\n".join(stage_text(view) for view in (report.forward, report.backward))
 
 
@@ -121,14 +124,11 @@ class TestFakeGroup:
         copied = copy.deepcopy(model)
         assert engine_of(copied).settings == engine_of(model).settings
         assert engine_of(copied).own_reduce_group == engine_of(model).own_reduce_group
+        settings = engine_of(model).settings
         assert text(copied) == text(model)
         assert text(copied) != text(compiled()) or engine_of(copied).own_reduce_group, "whose name is not printed"
-
-    def test_a_setting_of_the_copy_is_not_the_models(self) -> None:
-        model = compiled()
-        before, copied = engine_of(model).settings, copy.deepcopy(model)
-        copied.set_reshard_after_forward(False)
-        assert engine_of(model).settings == before
+        copied.set_force_sum_reduction_for_comms(True)
+        assert engine_of(model).settings == settings
 
     def test_hooks_buffers_and_what_else_a_module_has(self) -> None:
         class Counting(MLP):
@@ -186,9 +186,7 @@ class TestFakeGroup:
         assert type(copied).forward.__wrapped__.__wrapped__.args == (copied,)
         assert text(copied) == text(model)
         model.forward = MethodType(doubled, model)
-        copied = copy.deepcopy(model)
-        assert copied.forward is not model.forward
-        assert text(copied)
+        assert text(copy.deepcopy(model))
 
     @pytest.mark.parametrize("fullgraph", [True, False])
     def test_registered_methods(self, fullgraph: bool) -> None:
@@ -217,6 +215,13 @@ class TestFakeGroup:
         copied.late.requires_grad_(True)
         with pytest.raises(graph_fsdp.ParameterChangedError, match=r"'late.weight'"):
             copied(torch.ones(4, 16))
+
+    def test_units_that_are_whole_stay_whole_and_are_shards_in_the_copy(self) -> None:
+        model = compiled()
+        model.blocks[0].unshard()
+        copied = copy.deepcopy(model)
+        assert type(model.blocks[0].up.weight) is nn.Parameter and isinstance(copied.blocks[0].up.weight, DTensor)
+        assert ">blocks.0" not in events(report_of(model)) and ">blocks.0" in events(report_of(copied))
 
     def test_an_object_around_it(self) -> None:
         class Around(nn.Module):
@@ -258,6 +263,11 @@ class TestFakeGroup:
         del model.blocks[0].held
         assert text(copy.deepcopy(model)) == expected
 
+    def test_in_inference_mode(self) -> None:
+        with torch.inference_mode():
+            copied = copy.deepcopy(compiled())
+        assert text(copied)
+
     def test_what_cannot_be_copied_is_refused(self) -> None:
         model = compiled()
         with pytest.raises(graph_fsdp.UnsupportedError, match=r"given 'blocks.1', a unit .* copy the whole model"):
@@ -289,7 +299,6 @@ class TestFakeGroup:
         Forgets.reads = False
         with pytest.raises(graph_fsdp.UnsupportedError, match=r"copy of Forgets has another .* give memo"):
             copy.deepcopy(model)
-        text(model)
 
     def test_extensions_are_refused(self) -> None:
         plain = MLP()
@@ -305,14 +314,6 @@ def test_on_one_process() -> None:
     with torch.no_grad():
         copied.head.bias.add_(1)
     torch.testing.assert_close(copied(torch.ones(2, 16)), model(torch.ones(2, 16)) + 1)
-
-
-def test_in_inference_mode() -> None:
-    with fake_process_group():
-        model = compiled()
-        with torch.inference_mode():
-            copied = copy.deepcopy(model)
-        text(copied)
 
 
 def steps(model: nn.Module, count: int, averages: AveragedModel | None = None, optimizer: Any = None) -> list[Tensor]:

@@ -3,7 +3,8 @@
 While it is copied the model is the plain one: its modules have their own classes and hold placeholders, and what
 ``compile`` has added is put aside. The plain copy is then built by the decisions that were made for the model.
 Functions that ``compile`` was given are not asked again: they may know parameters of the model, and not those of the
-copy. Gradients, monitors and graphs are not copied, process groups and meshes are the model's. Nothing is communicated.
+copy. Gradients, monitors and graphs are not copied, nor what is whole; process groups and meshes are the model's.
+Nothing is communicated, and of the model nothing changes.
 """
 
 from __future__ import annotations
@@ -50,12 +51,11 @@ def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -
     storage = engine.storage
     _check(model, engine, decisions, memo)
     engine.structure.check()
-    engine.unsharded.release()
     storage.refresh()
     parameters, modules = storage.parameters, compiled_modules(model, engine)
     originals = {name: storage.plain_copy(p) for name, p in parameters.items()}
     for name, p in parameters.items():
-        memo[id(p.shard)] = memo[id(p.placeholder)] = originals[name]
+        memo.update((id(value), originals[name]) for value in (p.shard, p.placeholder, p.whole) if value is not None)
     for module in model.modules():
         groups = (value for value in vars(module).values() if isinstance(value, (dist.ProcessGroup, DeviceMesh)))
         memo.update((id(value), value) for value in (*cast_hooks(module), *groups))
