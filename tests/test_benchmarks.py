@@ -166,7 +166,7 @@ def test_memory_and_compile_time_fail_where_an_implementation_trains_wrongly(
     assert all(0 < row["bytes_between_steps"] < row["peak_bytes"] for row in result["rows"])
     assert "ours_eager ÷ fsdp2" in memory.table(result).header
     one = json.loads((tmp_path / "one.json").read_text())
-    assert one["seconds"] > 0 and one["cpu_seconds"] > 0 and one["passes"] == 0
+    assert one["seconds"] > 0 and one["cpu_seconds"] >= 0 and one["passes"] == 0, "in ticks of ten milliseconds"
 
 
 def measure_compile_time(arguments: list[str]) -> int:
