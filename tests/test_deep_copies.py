@@ -18,7 +18,7 @@ from facts import Facts
 from models import MLP, MLPBlock
 from printed import events, stage_text
 from test_calls_ranks import check_gradients, pair, rows, whole
-from test_extensions import Float8
+from test_extensions import Float8, extended
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
@@ -300,11 +300,11 @@ class TestFakeGroup:
         with pytest.raises(graph_fsdp.UnsupportedError, match=r"copy of Forgets has another .* give memo"):
             copy.deepcopy(model)
 
-    def test_extensions_are_refused(self) -> None:
+    def test_extensions(self) -> None:
         plain = MLP()
         plain.head.weight = nn.Parameter(Float8(plain.head.weight.detach()))
-        with pytest.raises(graph_fsdp.UnsupportedError, match=r"'head.weight' is quantized or has a tensor extension"):
-            copy.deepcopy(compiled(plain))
+        model = compiled(plain)
+        assert text(copy.deepcopy(model)) == text(model)
 
 
 def test_on_one_process() -> None:
@@ -332,12 +332,12 @@ def steps(model: nn.Module, count: int, averages: AveragedModel | None = None, o
 
 @FACTS
 def a_copy_trains_as_the_model() -> None:
-    for options in ({}, {"fullgraph": False}, {"mp_policy": BF16}, {"reshard_after_forward": False}):
+    plain, float8 = MLP, functools.partial(extended, Float8)
+    for make, options in ((plain, {}), (plain, {"fullgraph": False}), (plain, {"mp_policy": BF16}), (float8, {})):
         torch.manual_seed(0)
-        model = compiled(**options)
+        model = compiled(make(), **options)
         steps(model, 1)
-        copied = copy.deepcopy(model)
-        found, values = steps(copied, 2), [p.to_local().clone() for p in model.parameters()]
+        found, values = steps(copy.deepcopy(model), 2), [p.to_local().clone() for p in model.parameters()]
         expected = steps(model, 2)
         assert all(map(torch.equal, found, expected))
         assert not any(map(torch.equal, [p.to_local() for p in model.parameters()], values)), "it was as it was"

@@ -286,6 +286,8 @@ def nothing_holds_the_whole_weights() -> None:
     model = graph_fsdp.compile(model, backend="eager", auto_wrap_policy={Adapted})
     gc.collect()
     assert [tensor() for tensor in whole] == [None] * 2
+    with pytest.raises(UnsupportedError, match=r"'0.base.weight' is quantized: copy it before graph_fsdp.compile"):
+        copy.deepcopy(model)
     train(model, 1)
 
 

@@ -14,7 +14,7 @@ from graph_fsdp.engine.sync_batch_norm import trace_sync_batch_norm
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.module.entering import original_forward
 from graph_fsdp.module.module import become_compiled
-from graph_fsdp.parameters.extensions import extend, plain
+from graph_fsdp.parameters.extensions import ExtendedGather, extend, plain
 from graph_fsdp.parameters.mixed_precision import ModulePolicies
 from graph_fsdp.parameters.sharded import Owners, Shards
 from graph_fsdp.passes import CostModel
@@ -47,13 +47,17 @@ def build(
     originals: Mapping[str, nn.Parameter],
     owners: dict[str, Owners],
     put_values: Callable[[Shards], None],
+    extensions: dict[str, ExtendedGather] | None = None,
 ) -> None:
     """Shard the parameters of ``model`` and give it its new class. ``originals``, ``owners``: by parameter.
-    ``put_values``: puts values into shards that the model's own parameters lack."""
+    ``put_values``: puts values into shards that the model's own parameters lack. ``extensions``: by parameter, of a
+    model that is copied, whose spec has their payloads; its parameters are plain."""
     place, spec, policies, cost = decisions.place, decisions.spec, decisions.policies, decisions.cost
-    ranks = place.mesh if isinstance(place.mesh, DataParallelMesh) else None
-    spec, extensions = extend(spec, dict(originals), owners, ranks, policies.around, place.device)
-    shown = {**originals} | {name: plain(originals[name]) for name in extensions}  # of which the model has nothing yet
+    shown = {**originals}
+    if extensions is None:
+        ranks = place.mesh if isinstance(place.mesh, DataParallelMesh) else None
+        spec, extensions = extend(spec, shown, owners, ranks, policies.around, place.device)
+        shown |= {name: plain(originals[name]) for name in extensions}  # of which the model has nothing yet
     shown |= {name: quantized.sharded for name, quantized in place.quantized.items()}
     storage = place.storage(spec, shown, owners, place.mesh, place.device)
     storage.by_original = {id(p): storage.parameters[name] for name, p in originals.items()}

@@ -78,7 +78,8 @@ def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -
     policies = dataclasses.replace(decisions.policies, model=copied, named=named)
     decided = dataclasses.replace(decisions, spec=engine.spec, policies=policies, units=units)
     with torch.inference_mode(False):
-        build(copied, decided, originals, owners, lambda shards: shards.fill_from(storage))
+        extensions = {name: gather.of_copy(owners[name][0][0]) for name, gather in engine.extensions.items()}
+        build(copied, decided, originals, owners, lambda shards: shards.fill_from(storage), extensions)
     can_be_copied(copied, decided)
     new: Engine = vars(copied)["_graph_fsdp"]
     new.take_settings(engine)
@@ -95,10 +96,10 @@ def _check(model: nn.Module, engine: Engine, decisions: Decisions, memo: dict[in
     """Refuse what cannot be copied."""
     reason, parameters, inside = "", engine.storage.parameters, set(model.modules())
     known = [name for name, p in parameters.items() if id(p.shard) in memo]
-    others = [name for name, p in parameters.items() if p.spec.extended or p.used_like is not None]
+    quantized = [name for name, p in parameters.items() if p.used_like is not None]
     owners = {module for p in parameters.values() for module, _ in p.owners}
-    if others:
-        reason = f"its parameter {others[0]!r} is quantized or has a tensor extension: copy it before compile"
+    if quantized:
+        reason = f"its parameter {quantized[0]!r} is quantized: copy it before graph_fsdp.compile"
     elif engine.unsharded.held:
         reason = "parameters are whole in a block of graph_fsdp.unsharded: copy it outside of the block"
     elif engine.storage.active:

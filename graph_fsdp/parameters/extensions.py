@@ -11,6 +11,7 @@ parameter all of this holds for each rank's part, of which the graph makes a DTe
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -121,6 +122,12 @@ class ExtendedGather(nn.Module):
         # Not as submodules: the graph has their parameters as inputs of its own.
         self.__dict__["outside"] = (owner, _mesh_of_shards(mesh))
         self.payloads: tuple[ParameterSpec, ...] = ()
+
+    def of_copy(self, owner: nn.Module) -> ExtendedGather:
+        """Return what does the same in a copy of the model, where ``owner`` has the parameter."""
+        copied = copy.copy(self)
+        copied.__dict__["outside"] = (owner, self.__dict__["outside"][1])
+        return copied
 
     def forward(self, shard: Tensor) -> Tensor:
         full: Tensor = _GatherByExtension.apply(shard, self)
