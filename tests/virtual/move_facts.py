@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -117,6 +118,21 @@ def a_model_that_is_moved_away_takes_no_memory_and_trains_on_when_it_is_back() -
 def so_does_a_model_with_other_options_and_optimizers() -> None:
     for options, distribute in itertools.product(("default", "kept"), OPTIMIZERS):
         check_moved(options, distribute)
+
+
+def a_copy_trains_on_as_the_model_which_takes_no_memory_when_it_is_gone() -> None:
+    def exchange(training: Training) -> None:
+        before = memory()
+        copied = copy.deepcopy((training.model, training.optimizer))
+        held.append(memory() / before)
+        training.model, training.optimizer = copied
+        assert memory() == before
+
+    held: list[float] = []
+    for options in OPTIONS.values():
+        found = train(options, exchange)
+        assert all(torch.equal(*pair) for pair in zip(stayed(), found, strict=True))
+    assert held[0] == held[1] > 1.2 and held[2] == 1, f"what is offloaded is not on the device: {held}"
 
 
 def an_optimizer_steps_where_the_model_is_and_slices_again_when_it_is_back() -> None:
@@ -242,6 +258,7 @@ FOUND = (
 LONG = (
     values_assigned_to_a_part_bring_a_model_back_in_part,
     so_does_a_model_with_other_options_and_optimizers,
+    a_copy_trains_on_as_the_model_which_takes_no_memory_when_it_is_gone,
     other_optimizers_step_where_the_model_is,
     shards_that_live_on_the_host_stay_there,
 )
