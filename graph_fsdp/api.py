@@ -17,7 +17,7 @@ from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.mesh import DataParallelMesh, shapes_of_groups
 from graph_fsdp.module.build import Decisions, build
-from graph_fsdp.module.copying import can_be_copied
+from graph_fsdp.module.copying import let_be_copied
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import is_extended
 from graph_fsdp.parameters.meshes import Meshes
@@ -178,7 +178,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     decisions = Decisions(place, spec, policies, units, cost, reshard, options.fullgraph, options.cuda_graphs)
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     build(model, decisions, originals, {name: owners_of(model, names[p]) for name, p in originals.items()}, put_values)
-    can_be_copied(model, decisions)
+    let_be_copied(model, decisions)
     return model
 
 

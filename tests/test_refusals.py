@@ -123,6 +123,8 @@ def test_it_is_refused_and_nothing_has_changed(mesh: DeviceMesh, name: str) -> N
 
 def test_what_is_not_refused(mesh: DeviceMesh) -> None:
     model = graph_fsdp.compile(Saving(), mesh, backend="eager")
+    with fsdp.FullyShardedDataParallel.summon_full_params(model, recurse=False):  # of nothing; TRL generates in it
+        model(torch.ones(1, 4))
     assert model.to("cpu") is model and model.to(torch.float32) is model
     if hasattr(fsdp, "share_comm_ctx"):  # not in torch 2.9
         fsdp.share_comm_ctx([model, graph_fsdp.compile(Saving(), mesh, backend="eager")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +49,8 @@ class Schedules:
 
     def __init__(self, engine: Engine, ranks: tuple[int, ...], name: str) -> None:
         self._engine, self.ranks, self.name = engine, ranks, name
-        self.index = str(_models_of_ranks[ranks])  # of the model, among those of these ranks
-        self._copies = 0
+        self._numbers = _numbers(_models_of_ranks[ranks])  # of the model, among those of these ranks, and of its copies
+        self._index = next(self._numbers)
         self.lockstep = lockstep_of(ranks) if is_shared(ranks) else None
         self._timeout = agreement.TIMEOUT_SECONDS
         if self.lockstep is not None:
@@ -66,12 +67,17 @@ class Schedules:
         self.is_announced = False  # that this rank compiles a graph, which it has not scheduled yet
 
     def be_of_a_copy(self, model: Schedules) -> None:
-        """Have the model be known to the ranks as the next copy of another ``model``, whose copies ranks count alike.
-        One rank may copy by itself, and other models keep their numbers."""
+        """Have the model be known to the ranks as a copy of another ``model``. It takes its number when the ranks need
+        it first: one rank may copy by itself, and all other models and copies have the same numbers on all ranks."""
         if self.lockstep is not None:
             _models_of_ranks[self.ranks] -= 1
-            self.index = f"{model.index}.{model._copies}"
-            model._copies += 1
+        self._numbers, self._index = model._numbers, ""
+
+    @property
+    def index(self) -> str:
+        """Return the number by which the ranks know the model; they ask for it in the same order."""
+        self._index = self._index or next(self._numbers)
+        return self._index
 
     @property
     def is_first(self) -> bool:
@@ -213,7 +219,13 @@ class Schedules:
 
     @property
     def _model(self) -> str:
-        return f"model {self.index} ({self.name})"
+        return f"model {self._index or 'that is a copy'} ({self.name})"
+
+
+def _numbers(number: int) -> Iterator[str]:
+    """Yield the number of a model, and those of its copies and theirs: 3, 3.0, 3.1, …"""
+    yield str(number)
+    yield from (f"{number}.{copy}" for copy in itertools.count())
 
 
 def _facts(engine: Engine) -> list[str]:

@@ -33,7 +33,7 @@ _GIVE_MEMO = "If a class of the model has a __deepcopy__, have it give memo to c
 _State = tuple[nn.Module, type[nn.Module], dict[str, Any]]
 
 
-def can_be_copied(model: nn.Module, decisions: Decisions) -> None:
+def let_be_copied(model: nn.Module, decisions: Decisions) -> None:
     """Have ``copy.deepcopy`` copy a model that was built by ``decisions``."""
     place = dataclasses.replace(decisions.place, quantized={})  # which has whole weights
     vars(model)["_graph_fsdp_copied"] = functools.partial(_deep_copied, dataclasses.replace(decisions, place=place))
@@ -80,7 +80,7 @@ def _deep_copied(decisions: Decisions, model: nn.Module, memo: dict[int, Any]) -
     with torch.inference_mode(False):
         extensions = {name: gather.of_copy(owners[name][0][0]) for name, gather in engine.extensions.items()}
         build(copied, decided, originals, owners, lambda shards: shards.fill_from(storage), extensions)
-    can_be_copied(copied, decided)
+    let_be_copied(copied, decided)
     new: Engine = vars(copied)["_graph_fsdp"]
     new.take_settings(engine)
     new.structure.take_late(engine.structure)

@@ -105,8 +105,7 @@ def a_copy_trains_as_the_model_and_leaves_it_alone() -> None:
 
     axes, plain = mesh(DEVICES), nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
     model = graph_fsdp.compile(plain, axes, backend="xla")
-    before = values(model, 1)
-    copied = copy.deepcopy(model)
+    before, copied = values(model, 1), copy.deepcopy(model)
     assert all(map(torch.equal, values(copied, 0), before))
     found = values(copied, 2)
     assert all(map(torch.equal, values(model, 0), before)), "its memory is its own"
