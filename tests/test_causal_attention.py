@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import random
 import re
@@ -216,6 +217,17 @@ def test_a_mask_is_one_of_ones(mask: Tensor, is_left_out: bool) -> None:
     model = graph_fsdp.compile(Padded(triangle), backend="eager")
     model(torch.randn(4, 8, 8), attention_mask=mask)
     assert ("attn_mask = None" in attention_calls(model)[0]) == is_left_out
+
+
+def test_graphs_of_both_kinds_of_masks_know_lengths_that_change() -> None:
+    plain = Padded(triangle)
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
+    for padding in (1, 0):
+        for tokens in (8, 10, 12):
+            x, mask = torch.randn(4, tokens, 8), torch.ones(4, tokens, dtype=torch.long)
+            mask[0, tokens - padding :] = 0
+            assert torch.equal(model(x, attention_mask=mask), plain(x, mask))
+    assert [capture.cause.kind for capture in graph_fsdp.inspect(model).captures] == ["first", "guard", "inputs"]
 
 
 def test_nobody_looks_at_masks_without_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:

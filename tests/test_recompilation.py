@@ -315,6 +315,17 @@ def test_further_lengths_cost_as_many_graphs_as_with_torch_compile(fake_group: N
     assert own == theirs == [1, 2, 2, 2]
 
 
+def test_sizes_that_change_under_one_setting_are_symbolic_under_others(fake_group: None) -> None:
+    model = graph_fsdp.compile(MLP(depth=1), backend="eager")
+    for synced in (True, False):
+        model.set_requires_gradient_sync(synced)
+        for length in (8, 12, 16):
+            model(torch.ones(length, 16)).sum().backward()
+    assert [cause.kind for cause in causes(model)] == ["first", "guard", "settings"]
+    bodies = [capture.stages["forward"]["partition"].body for capture in graph_fsdp.inspect(model).captures]
+    assert ["primals_8" in body for body in bodies] == [False, True, True], "the length is an input beside the others"
+
+
 def test_an_equal_model_runs_no_call_of_its_passes_again_and_times_no_guards(
     fake_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,9 +60,14 @@ class Entered:
             cls.engine = before
 
 
-def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> types.FunctionType:
-    """Return a function that calls ``forward``, and is like no other. Where parameters are ``sharded``, it returns
-    copies of whole ones, which are operators of the graph and have gradients."""
+def name_of_code() -> str:
+    """Return a name that no other code of this process has."""
+    return f"{_FORWARD}_{next(_forwards)}"
+
+
+def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool, name: str) -> types.FunctionType:
+    """Return a function that calls ``forward``, with this name, and is like no other. Where parameters are ``sharded``,
+    it returns copies of whole ones, which are operators of the graph and have gradients."""
 
     def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if fullgraph and not torch.compiler.is_compiling():  # else what it reads is gathered (python_reads.py)
@@ -74,14 +79,13 @@ def own_code(forward: Callable[..., Any], fullgraph: bool, sharded: bool) -> typ
         # In no variable, whose name Dynamo would give to a node.
         return whole_parameters(forward(self, *args, **kwargs)) if sharded else forward(self, *args, **kwargs)
 
-    return like_no_other(graph_fsdp_forward)
+    return like_no_other(graph_fsdp_forward, name)
 
 
-def like_no_other(function: Any) -> types.FunctionType:
-    """Return a function that does the same, with a code object, a name and globals of its own. Two models must not
-    share them: Dynamo caches and limits recompilations by code object, remembers by name and place which sizes have
-    changed, and puts what it compiles into the globals, where it would outlive the model."""
-    name = f"{_FORWARD}_{next(_forwards)}"
+def like_no_other(function: Any, name: str) -> types.FunctionType:
+    """Return a function that does the same, with a code object and globals of its own, and this ``name``. Two models
+    must not share them: Dynamo caches and limits recompilations by code object, remembers by name and place which sizes
+    have changed, and puts what it compiles into the globals, where it would outlive the model."""
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, dict(function.__globals__), name, None, function.__closure__)
 

@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,7 @@ from graph_fsdp.engine.dynamo import (
     apart,
     differentiable_once,
     forget_programs,
+    name_of_code,
     own_code,
     traced_often,
     warn_of_traces,
@@ -126,6 +128,7 @@ class Engine:
         self.unsharded = UnshardedUnits(storage, self.counter, self.schedules, self.comms)
         self.kept_buckets = KeptBuckets(self.counter, self.schedules, self.whole)
         self._compiled: dict[CaptureKey, Callable[..., Any]] = {}
+        self._names_of_code: defaultdict[Entry, str] = defaultdict(name_of_code)
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self.fullgraph = fullgraph
         self.pieces = Pieces(weakref.proxy(self), fullgraph)
@@ -234,13 +237,15 @@ class Engine:
 
     def _function_compiled(self, key: CaptureKey) -> Callable[..., Any]:
         """Return an entry's function, compiled for the present settings. Each of these has graphs of its own, as Dynamo
-        has no guards on settings, and on hooks only where there are some (``structure.py``). What Dynamo keeps of a
-        compilation lives as long as the function's code object, where the garbage collector does not see it. So it must
-        not keep the engine, which has that code object."""
+        has no guards on settings, and on hooks only where there are some (``structure.py``); one name for all of them
+        has Dynamo know in each which sizes have changed. What Dynamo keeps of a compilation lives as long as the
+        function's code object, where the garbage collector does not see it. So it must not keep the engine, which has
+        that code object."""
         if key not in self._compiled:
             stand_ins.install()
             backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), key)
-            function = own_code(key.entry.function, self.fullgraph, self.storage.mesh is not None)
+            name, sharded = self._names_of_code[key.entry], self.storage.mesh is not None
+            function = own_code(key.entry.function, self.fullgraph, sharded, name)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
         return self._compiled[key]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other
+from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other, name_of_code
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.module.refusals import refuse_transforms
 from graph_fsdp.parameters.inputs import cast_floats, on_device
@@ -74,7 +74,7 @@ def entering(name: str, function: Callable[..., Any], number: int, *given: Any) 
         outputs = engine.run(entry, self, *given, *args, **kwargs)
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 
-    return functools.wraps(function)(like_no_other(run))  # in a model that breaks it is a frame by itself
+    return functools.wraps(function)(like_no_other(run, name_of_code()))  # in a model that breaks it is a frame by itself
 
 
 def forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
