@@ -34,6 +34,7 @@ from graph_fsdp.passes import PassPipeline
 from graph_fsdp.programs.folder import Folder
 from graph_fsdp.runtime.backends import BACKENDS, Backend
 from graph_fsdp.runtime.ranks.agreement import is_shared
+from graph_fsdp.runtime.ranks.failure import RankFailure, raised_instead
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -118,17 +119,15 @@ def place_on_ranks(
     )
 
 
-@contextlib.contextmanager
-def failures_told(mesh: Any, dims: Any) -> Iterator[None]:
+def failures_told(mesh: Any, dims: Any) -> contextlib.AbstractContextManager[None]:
     """Tell the other ranks of ``mesh``, which may wait for this one in ``compile``, if the body raises. ``dims`` as in
     ``find_mesh``."""
-    try:
-        yield
-    except BaseException as error:
+
+    def cause_of(error: BaseException) -> RankFailure | None:
         ranks = _ranks_of(mesh, dims) if dist.is_initialized() else ()
-        if is_shared(ranks) and (cause := lockstep_of(ranks).failed_outside(error, "graph_fsdp.compile")):
-            raise cause from error
-        raise
+        return lockstep_of(ranks).failed_outside(error, "graph_fsdp.compile") if is_shared(ranks) else None
+
+    return raised_instead(cause_of)
 
 
 def _ranks_of(mesh: Any, dims: Any) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.runtime.comm.collectives import Pending
 from graph_fsdp.runtime.ranks import agreement
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, agree, is_shared, publish, receive
+from graph_fsdp.runtime.ranks.failure import raised_instead
 from graph_fsdp.runtime.ranks.lockstep import Runnable, lockstep_of
 
 if TYPE_CHECKING:
@@ -197,19 +198,12 @@ class Schedules:
         """Return a context in which collectives outside of graphs are waited for, as ``begin`` has said."""
         return self.lockstep.telling() if self.lockstep is not None else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def failures_told(self, method: str) -> Iterator[None]:
+    def failures_told(self, method: str) -> contextlib.AbstractContextManager[None]:
         """Tell the other ranks, which may wait for this one, if a forward or another method raises. Raises RankFailure
         instead if the store is lost."""
-        try:
-            yield
-        except BaseException as error:
-            if self.lockstep is None:
-                raise
-            cause = self.lockstep.failed_outside(error, f"{method} of {self._model}")
-            if cause is None:
-                raise
-            raise cause from error
+        if (lockstep := self.lockstep) is None:
+            return contextlib.nullcontext()
+        return raised_instead(lambda error: lockstep.failed_outside(error, f"{method} of {self._model}"))
 
     @property
     def _may_be_alone(self) -> bool:

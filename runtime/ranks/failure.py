@@ -14,6 +14,7 @@ something that others have to know. What ranks have written, under keys of their
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -21,7 +22,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -58,6 +59,18 @@ class CollectiveFailed(RuntimeError):
 
 # Errors after which collectives of this rank do not end, or have ended.
 OUT_OF_STEP = (RankDisagreement, RankFailure, CollectiveFailed)
+
+
+@contextlib.contextmanager
+def raised_instead(cause_of: Callable[[BaseException], BaseException | None]) -> Iterator[None]:
+    """Raise, in place of an error of the body, what ``cause_of`` returns for it, unless that is None."""
+    try:
+        yield
+    except BaseException as error:
+        cause = cause_of(error)
+        if cause is None:
+            raise
+        raise cause from error
 
 
 @dataclass(frozen=True)

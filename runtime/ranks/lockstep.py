@@ -120,17 +120,10 @@ class Lockstep(Lookout):
 
         return run_in_step
 
-    @contextlib.contextmanager
-    def telling(self, program: Any = None) -> Iterator[None]:
+    def telling(self, program: Any = None) -> contextlib.AbstractContextManager[None]:
         """Tell the other ranks if the body raises: ``program``, which began last, or a part of it. Raises RankFailure
         instead if other ranks are the reason."""
-        try:
-            yield
-        except BaseException as error:
-            cause = self._failed(error, program)
-            if cause is None:
-                raise
-            raise cause from error
+        return failure.raised_instead(lambda error: self._failed(error, program))
 
     def compiling(self, *, again: bool = False) -> None:
         """Announce that this rank is about to wait for others to compile what they have not run before. Another rank

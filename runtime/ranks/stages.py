@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,18 +40,13 @@ class StageFailures:
         if self.failure is not None:
             raise RankFailure(str(self.failure))
 
-    @contextlib.contextmanager
-    def telling(self, where: str, lockstep: Lookout | None) -> Iterator[None]:
+    def telling(self, where: str, lockstep: Lookout | None) -> contextlib.AbstractContextManager[None]:
         """Tell the other stages if the body raises, which is ``where``, and the ranks of ``lockstep``, which have this
         stage, too. Raises RankFailure in place of an error of the process group, and where torch wraps one."""
         self.check()
-        try:
-            yield
-        except BaseException as error:
-            cause = self._failed(error, where, lockstep) if self.failure is None else None
-            if cause is None:
-                raise
-            raise cause from error
+        return failure.raised_instead(
+            lambda error: self._failed(error, where, lockstep) if self.failure is None else None
+        )
 
     def _failed(self, error: BaseException, where: str, lockstep: Lookout | None) -> RankFailure | None:
         """Tell the other ranks of ``error``; return what to raise in its place where they are the reason, else None."""
