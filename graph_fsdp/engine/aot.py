@@ -19,7 +19,7 @@ from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.agreed_order import kind_of
+from graph_fsdp.passes.ir.agreed_order import plan_kind
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import draws
 from graph_fsdp.passes.ir.graph import Phase
@@ -194,7 +194,7 @@ class AotTrace:
             self.lookup = None  # with Dynamo's graph
 
     def _kind(self, graph: Graph) -> str:
-        return kind_of(graph, self.engine.spec, self.context.settings) + self.entry.suffix
+        return plan_kind(graph, self.engine.spec, self.context.settings) + self.entry.suffix
 
     def _first_program(self, module: fx.GraphModule, phase: Phase, *later: Phase) -> Callable[[list[Any]], Any]:
         if not self.engine.whole:

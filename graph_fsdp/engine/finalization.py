@@ -25,7 +25,7 @@ from graph_fsdp.parameters.gradients import accumulate_gradients, at_the_end, le
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.agreed_order import kind_of
+from graph_fsdp.passes.ir.agreed_order import plan_kind
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.transforms.edits import without_defaults
 from graph_fsdp.passes.transforms.insert_gathers import Annotate, mark_tangents
@@ -147,7 +147,7 @@ class Finalization:
         )
         engine.graphs.append(captured)
         with failures_saved(engine):
-            engine.run_passes([graph], context, captured, kind_of(graph, captured.spec, settings) + " finalized")
+            engine.run_passes([graph], context, captured, plan_kind(graph, captured.spec, settings) + " finalized")
         with compat.tracing_in(mode):
             engine.regions.prepare([graph])
             return engine.program(graph, context, captured), graph.absent

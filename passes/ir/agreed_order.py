@@ -79,11 +79,11 @@ class Plan:
         return cls(collectives, value["kept"])
 
 
-def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
+def plan_kind(graph: Graph, model: ModelSpec, settings: Settings) -> str:
     """Digest what a joint or inference graph gathers and reduces, and the settings: equal where a plan is shared."""
     parts: list[str] = [graph.phase, settings.key()]
     for target in COMMUNICATES:
-        names = {dialect.parameter_of(node) for node in graph.fx_graph.nodes if node.target is target}
+        names = {dialect.parameter_of(node) for node in graph.calls_of([target])}
         parts += sorted({model.bucket_of[name].name if name in model.bucket_of else name for name in names})
         parts.append("")
     return digest(parts)[:16]
