@@ -108,7 +108,7 @@ def _received(group: dist.ProcessGroup, src: int, device: torch.device) -> Itera
 
 def _buckets(model: Any, dtype: torch.dtype | None, max_bytes: int | None) -> list[Bucket]:
     storage = model._graph_fsdp.storage
-    if getattr(storage, "is_of_replica", False):
+    if storage.is_of_replica:
         raise UnsupportedError(
             "graph_fsdp.export has no parts of models compiled with sharding='replicas'; use "
             "graph_fsdp.xla.full_state_dict(model)"

@@ -49,7 +49,7 @@ class Ranks:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
         engine = getattr(model, "_graph_fsdp", None)
-        if engine is not None and getattr(engine.storage, "is_of_replica", False):
+        if engine is not None and engine.storage.is_of_replica:
             raise UnsupportedError(
                 "graph_fsdp.checkpoint has no parts of models compiled with sharding='replicas'; save "
                 "graph_fsdp.xla.full_state_dict(model), or each replica's state_dict() with "

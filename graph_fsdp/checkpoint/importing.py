@@ -95,7 +95,7 @@ def import_(
 
 
 def _check(engine: Engine, mesh: DataParallelMesh | None, tensors: Any, rank: Any, max_bytes: Any, strict: Any) -> None:
-    if not engine.storage.reads_in_place or engine.backend.name == "xla":
+    if engine.backend.name == "xla":
         raise UnsupportedError("import_() writes into shards of ranks; with backend='xla' use model.load_state_dict")
     if engine.storage.active:
         raise RuntimeError("import_() was called while the model's forward runs; call it before or after")

@@ -74,7 +74,8 @@ def entering(name: str, function: Callable[..., Any], number: int, *given: Any) 
         outputs = engine.run(entry, self, *given, *args, **kwargs)
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 
-    return functools.wraps(function)(like_no_other(run, name_of_code()))  # in a model that breaks it is a frame by itself
+    # In a model that breaks it is a frame by itself.
+    return functools.wraps(function)(like_no_other(run, name_of_code()))
 
 
 def forward_in_its_place(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

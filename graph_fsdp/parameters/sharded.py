@@ -76,6 +76,7 @@ class Shards(ABC):
     """
 
     reads_in_place: bool  # whether a file's rows can be read into the shards
+    is_of_replica = False  # whether parameters are this process's parts, which do not say of what they are parts
 
     def __init__(self, spec: ModelSpec, mesh: DataParallelMesh | None, device: torch.device) -> None:
         self.spec, self.mesh = spec, mesh

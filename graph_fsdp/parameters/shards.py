@@ -39,7 +39,7 @@ from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.gradients import connected_shards
 from graph_fsdp.parameters.host_memory import pieces_of
-from graph_fsdp.parameters.placeholder import set_guarded
+from graph_fsdp.parameters.placeholder import set_guarded, unguarded
 from graph_fsdp.parameters.placements import as_model_uses_it, give_memory, shard_spec
 from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards, can_be_written, take_replacement
 from graph_fsdp.passes.ir.dialect import aligned
@@ -207,9 +207,8 @@ class Storage(Shards):
         self.spec = spec
         for name, p in self.parameters.items():
             p.spec = spec.parameters[name]
-            set_guarded([p.placeholder], False)
-            self._empty_placeholder(p)
-            set_guarded([p.placeholder], True)
+            with unguarded([p.placeholder]):
+                self._empty_placeholder(p)
         self._leave_buffers()
 
     def _take_replacements(self) -> None:

@@ -68,7 +68,7 @@ class ReplicaStorage(XlaStorage):
     """Holds the parameters of one replica. Stand-ins are whole parameters, without memory; the graphs take the rows."""
 
     xla_mesh: ReplicaMesh
-    is_of_replica = True  # parameters are local, and do not say of what
+    is_of_replica = True
 
     def rows(self, p: ParameterSpec, full: Tensor) -> Tensor:
         """Return this replica's rows of a parameter's whole value, filled up with zeros."""

@@ -57,9 +57,7 @@ class SaveBases(GraphPass):
 
 def _is_view(node: fx.Node) -> bool:
     """Say whether a node is a view; of lists, an element of split is one, one of an operator's results is not."""
-    if node.op != "call_function" or not is_view(node):
-        return False
-    return node.target is not operator.getitem or is_view(aliased_inputs(node)[0])
+    return is_view(node) and (node.target is not operator.getitem or is_view(aliased_inputs(node)[0]))
 
 
 class OffloadActivations(GraphPass):

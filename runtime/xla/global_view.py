@@ -103,10 +103,8 @@ class _Lowering(whole.Lowering):
         exist = all(self.values.get(source) is not None for source in node.all_input_nodes)
         if not exist:
             return None
-        return _COPIES.get(node.target, _Lowering._copy_plainly)(self, node)
-
-    def _copy_plainly(self, node: fx.Node) -> fx.Node:
-        return super()._copy(node)
+        copy = _COPIES.get(node.target)
+        return super()._copy(node) if copy is None else copy(self, node)
 
     def _scatter(self, node: fx.Node) -> Any:
         return self._whole(self._copy_of_whole(node, node.all_input_nodes), node)

@@ -85,7 +85,7 @@ normal = define(f"normal{_DRAWS}", _like, XLA=_normal, CPU=_normal)
 def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
     """Make each operator that draws random numbers a function of one seed and of its number among them. Raises
     NotImplementedError if one draws in a way that is not known here."""
-    drawing = [node for node in module.graph.nodes if node.op == "call_function" and is_random(node)]
+    drawing = [node for node in module.graph.nodes if is_random(node)]
     if not drawing:
         return module
     if unknown := [node.target for node in drawing if node.target not in _REPLACEMENTS]:

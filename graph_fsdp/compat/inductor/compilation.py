@@ -73,7 +73,7 @@ def inductor_compile(
     module: torch.fx.GraphModule, phase: str, *, keep_order: bool = False
 ) -> Callable[[list[Any]], Any]:
     """Compile one region with Inductor. For ``keep_order`` see
-    :func:`graph_fsdp.compat.inductor_scheduler.graph_order`.
+    :func:`graph_fsdp.compat.inductor.scheduler.graph_order`.
 
     Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are taken
     for another's; and each output must be marked user-visible, or Inductor may change its strides. Inductor makes no
