@@ -54,7 +54,7 @@ def compare(model: nn.Module, plain: nn.Module, x: Tensor, turn: int) -> list[st
     for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         if (p.grad is None) != (other.grad is None):
             wrong.append(f"gradient of {name} is {'none' if p.grad is None else 'there'}")
-        elif other.grad is not None and not torch.allclose(_whole(p.grad), other.grad):
+        elif other.grad is not None and not torch.allclose(whole(p.grad), other.grad):
             wrong.append(f"gradient of {name}")
     for parameters in (model.parameters(), plain.parameters()):
         torch.optim.SGD(parameters, lr=0.01).step()
@@ -63,5 +63,5 @@ def compare(model: nn.Module, plain: nn.Module, x: Tensor, turn: int) -> list[st
     return wrong
 
 
-def _whole(gradient: Tensor) -> Tensor:
+def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
