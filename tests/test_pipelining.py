@@ -16,6 +16,7 @@ from printed import calls
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -156,10 +157,12 @@ class Trained:
         if "tp" in (mesh.mesh_dim_names or ()):
             for part in parts:
                 parallelize_module(part, mesh["tp"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
+        given = (count, torch.device("cpu"))
+        before = schedule == "Interleaved1F1B"  # torch's stages, of parts that are not compiled yet
+        of_torch = [TorchStage(parts[i], i, *given, group=group) for i in self.mine if before]
         self.models: list[Any] = [graph_fsdp.compile(parts[i], mesh["dp"], backend="eager") for i in self.mine]
-        stages = [
-            Stage(model, i, count, torch.device("cpu"), group=group)
-            for i, model in zip(self.mine, self.models, strict=True)
+        stages = [Stage.of(stage) for stage in of_torch] or [
+            Stage(model, i, *given, group=group) for i, model in zip(self.mine, self.models, strict=True)
         ]
         self.schedule: Any = get_schedule_class(schedule)(
             stages if count > 2 else stages[0], MICROBATCHES, loss_fn=loss_fn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ from test_parameter_meshes import meshes
 from third_party import library_programs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graph_fsdp
 from graph_fsdp import UnsupportedError
-from graph_fsdp.integrations.torchtitan import parallelize
+from graph_fsdp.integrations.pipelining import PipelineStage
+from graph_fsdp.integrations.torchtitan import parallelize, pipelined
 
 EXPERTS, WIDTH = 4, 8
 
@@ -63,11 +66,11 @@ class Decoder(nn.Module):
             experts.w = nn.Parameter(distribute_tensor(experts.w.detach(), mesh, [Shard(0)]))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tok_embeddings(x)
+        x = self.tok_embeddings(x) if self.tok_embeddings else x
         for layer in self.layers.values():
             x = layer(x)
-        x = self.norm(x)
-        return x if self.skips_head else self.lm_head(x)
+        x = self.norm(x) if self.norm else x
+        return x if self.skips_head or not self.lm_head else self.lm_head(x)
 
 
 class Dims:
@@ -85,13 +88,17 @@ class Dims:
     get_optional_mesh = get_mesh
 
 
-def parallelized(dims: Dims, ac_config: Any = None, *, tied: bool = False, **parallelism: Any) -> Any:
+def parallelized(
+    dims: Dims, ac_config: Any = None, *, tied: bool = False, without: Sequence[str] = (), **parallelism: Any
+) -> Any:
     training = SimpleNamespace(
         mixed_precision_param="bfloat16", mixed_precision_reduce="float32", enable_cpu_offload=False
     )
     given = {"spmd_backend": "partial_dtensor", "fsdp_reshard_after_forward": "default", "enable_fsdp_symm_mem": False}
     with torch.device("meta"):
         model = Decoder(enable_weight_tying=tied)
+    for name in without:
+        setattr(model, name, None)
     return parallelize(
         model,
         parallel_dims=dims,
@@ -164,6 +171,36 @@ def test_a_chunked_loss_calls_the_head_by_itself(fake_group: None, tied: bool) -
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
 
 
+@pytest.mark.parametrize("without", [("norm", "lm_head"), ("tok_embeddings",), ("tok_embeddings", "norm", "lm_head")])
+def test_a_stage_of_a_pipeline_is_gathered_once(fake_group: None, without: tuple[str, ...]) -> None:
+    dims = Dims()
+    dims.pp_enabled = True
+    report = trained(parallelized(dims, without=without))
+    units = 2 + ("tok_embeddings" not in without) + ("norm" not in without)
+    assert calls(report.forward, "all_gather_start").count("world_size") == units
+    assert calls(report.backward, "all_gather_start") == ""
+    assert calls(report.backward, "reduce_scatter_start").count("world_size") == units
+
+
+@pytest.mark.parametrize("attribute", ["_stage", "_stages"])
+def test_stages_of_a_pipeline_are_ours(fake_group: None, attribute: str) -> None:
+    dims = Dims()
+    dims.pp_enabled = True
+    given: dict[str, Any] = {}
+
+    def pipelining_fn(model: nn.Module, **arguments: Any) -> Any:
+        given.update(arguments)
+        stage = TorchStage(model, 0, 8, torch.device("cpu"), group=dims.fsdp.get_group())
+        stage.submod = parallelized(dims)
+        return SimpleNamespace(**{attribute: [stage] if attribute == "_stages" else stage}), [stage.submod], True, True
+
+    schedule, parts, *ends = pipelined(pipelining_fn)(nn.Linear(1, 1), loss_fn=abs)
+    made = getattr(schedule, attribute)
+    stage = made[0] if attribute == "_stages" else made
+    assert type(stage) is PipelineStage and stage.submod is parts[0]
+    assert given == {"loss_fn": abs} and ends == [True, True]
+
+
 def test_activation_checkpointing(fake_group: None) -> None:
     class Selective:
         def build(self, dump_folder: str) -> Any:
@@ -186,16 +223,13 @@ def test_paths_of_torchtitan_that_are_not_here(fake_group: None) -> None:
         parallelized(dims, spmd_backend="spmd_types")
     with pytest.raises(UnsupportedError, match="enable_fsdp_symm_mem"):
         parallelized(dims, enable_fsdp_symm_mem=True)
-    dims.pp_enabled = True
-    with pytest.raises(UnsupportedError, match="pipeline_parallel_degree"):
-        parallelized(dims)
     dims.cp_enabled = True
     with pytest.raises(UnsupportedError, match="context_parallel_degree"):
         parallelized(dims)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["torchtitan-llama3", "torchtitan-deepseek_v3"])
+@pytest.mark.parametrize("name", ["torchtitan-llama3", "torchtitan-llama3-pipeline", "torchtitan-deepseek_v3"])
 def test_its_trainer_has_the_losses_of_fsdp2(name: str, tmp_path: Any) -> None:
     pytest.importorskip("torchtitan")
     program = library_programs.PROGRAMS[name]

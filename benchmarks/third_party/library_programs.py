@@ -74,6 +74,13 @@ PROGRAMS = {
     "torchtitan-llama3": Program(
         "torchtitan_program.py", ("torchtitan",), f"llama3's debug model: {TITAN}", beside="fsdp2"
     ),
+    "torchtitan-llama3-pipeline": Program(
+        "torchtitan_program.py",
+        ("torchtitan",),
+        f"llama3's debug model, a pipeline on 4 processes, Interleaved 1F1B, float32, with torch 2.15: {TITAN}",
+        processes=4,
+        beside="fsdp2",
+    ),
     "torchtitan-deepseek_v3": Program(
         "torchtitan_program.py",
         ("torchtitan",),

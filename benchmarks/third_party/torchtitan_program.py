@@ -8,6 +8,7 @@ has none, and a device without memory statistics.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import types
 from collections.abc import Iterator
@@ -49,7 +50,12 @@ from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3  # noqa
 from torchtitan.models.llama3 import config_registry as llama3  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-MODELS = {"llama3": llama3.llama3_debugmodel, "deepseek_v3": deepseek_v3.deepseek_v3_debugmodel}
+PIPELINE = "llama3-pipeline"  # two stages on each of two ranks, interleaved, as torchtitan does by default
+MODELS = {
+    "llama3": llama3.llama3_debugmodel,
+    "deepseek_v3": deepseek_v3.deepseek_v3_debugmodel,
+    PIPELINE: llama3.llama3_debugmodel,
+}
 CHECKPOINTING = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
 LENGTH, BATCH, STEPS = 64, 2, 4
 
@@ -107,9 +113,9 @@ def configuration(model: str, way: str, out: Path, checkpointing: str) -> Any:
     for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
     if way == "graph_fsdp":
-        from graph_fsdp.integrations.torchtitan import parallelize
+        from graph_fsdp.integrations.torchtitan import parallelize, pipelined
 
-        config.model_spec = replace(spec, parallelize_fn=parallelize)
+        config.model_spec = replace(spec, parallelize_fn=parallelize, pipelining_fn=pipelined(spec.pipelining_fn))
         config.compile.enable, config.compile.backend = True, "eager"
         config.compile.components = ["model"]
     config.tokenizer, config.dataloader = Tokenizer.Config(), Bytes.Config()
@@ -122,6 +128,10 @@ def configuration(model: str, way: str, out: Path, checkpointing: str) -> Any:
     config.debug.enable_structured_logging = False
     if model == "deepseek_v3":
         config.parallelism.expert_parallel_degree = 2
+    if model == PIPELINE:
+        config.parallelism.pipeline_parallel_degree = 2
+        config.training.mixed_precision_param = "float32"
+        config.training.local_batch_size = 2 * BATCH
     return config
 
 
@@ -135,7 +145,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = configuration(options.library.removeprefix("torchtitan-"), options.way, options.out, options.checkpointing)
     trainer: Trainer = config.build()
-    for module in trainer.model_parts[0].modules():
+    for module in itertools.chain.from_iterable(part.modules() for part in trainer.model_parts):
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sums with a factor
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
@@ -148,7 +158,7 @@ def main() -> None:
 
     trainer.metrics_processor.log = keep
     trainer.train()
-    if torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # the last stage has losses
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "losses.json").write_text(json.dumps({"trained": found}))
     trainer.close()

@@ -371,6 +371,11 @@ def stage_backward(*args: Any) -> Any:
     return _backward.stage_backward(*args)
 
 
+def stages_of_schedule(schedule: Any) -> list[Any]:
+    """Return this rank's stages of a schedule of ``torch.distributed.pipelining``."""
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
 def classes_in_full_precision(policy: MixedPrecision) -> tuple[type[nn.Module], ...]:
     """Return the classes whose modules FSDP1 leaves out of its mixed precision: those of BatchNorm, unless told."""
     return tuple(policy._module_classes_to_ignore)

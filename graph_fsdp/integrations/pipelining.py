@@ -32,6 +32,17 @@ def _told(what: str, method: Callable[..., Any]) -> Any:
     return told
 
 
+def _prepare(submodule: torch.nn.Module) -> None:
+    if "_graph_fsdp" not in vars(submodule) or place(submodule)[1]:
+        raise TypeError(
+            f"submodule must be a model compiled by graph_fsdp, got {type(submodule).__name__}; call "
+            "graph_fsdp.compile(stage, mesh) before, or take torch's PipelineStage"
+        )
+    model: Any = submodule
+    model.set_manual_backward_finalization(False)  # changes nothing, and raises where it could not be True
+    place(model)[0].unsharded.optional = True  # schedules of several stages call unshard()
+
+
 class PipelineStage(TorchStage):
     """A ``torch.distributed.pipelining.PipelineStage`` of a compiled model, with the same arguments.
 
@@ -51,15 +62,23 @@ class PipelineStage(TorchStage):
     """
 
     def __init__(self, submodule: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if "_graph_fsdp" not in vars(submodule) or place(submodule)[1]:
-            raise TypeError(
-                f"submodule must be a model compiled by graph_fsdp, got {type(submodule).__name__}; call "
-                "graph_fsdp.compile(stage, mesh) before, or take torch's PipelineStage"
-            )
-        model: Any = submodule
-        model.set_manual_backward_finalization(False)  # changes nothing, and raises where it could not be True
-        place(model)[0].unsharded.optional = True  # schedules of several stages call unshard()
+        _prepare(submodule)
         super().__init__(submodule, *args, **kwargs)
+        self._begin()
+
+    @classmethod
+    def of(cls, stage: TorchStage) -> PipelineStage:
+        """Make one of these of torch's ``stage``, whose ``submod`` has been compiled since, before its first step; the
+        same object stays in its schedule. Raises as the class does."""
+        _prepare(stage.submod)
+        ranks = vars(stage).pop("stage_index_to_group_rank")
+        stage.__class__ = cls
+        made: PipelineStage = stage  # type: ignore[assignment]
+        made._ranks = ranks
+        made._begin()
+        return made
+
+    def _begin(self) -> None:
         self._failures = stage_failures(self.group, self.device)
         self._has_begun = False  # the step under way, with a forward
         self._earlier: dict[Tensor, Tensor] = {}  # copies of gradients of earlier steps of the schedule

@@ -2,11 +2,13 @@
 
     spec = dataclasses.replace(config.model_spec, parallelize_fn=graph_fsdp.integrations.torchtitan.parallelize)
 
-Written for torchtitan 0.3, which it does not import.
+``pipelined`` makes the stages of its pipelines compiled ones. Written for torchtitan 0.3, which this does not import.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 import graph_fsdp
+from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
 
@@ -42,8 +45,7 @@ def parallelize(
     - Gradients are summed over ranks and not divided: torchtitan's loss has the number of all tokens.
 
     Raises:
-        UnsupportedError: ``spmd_backend`` other than "partial_dtensor", context or pipeline parallelism, symmetric
-            memory.
+        UnsupportedError: ``spmd_backend`` other than "partial_dtensor", context parallelism, symmetric memory.
     """
     _refuse(parallel_dims, parallelism)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
@@ -56,13 +58,14 @@ def parallelize(
         names = [name for name, _ in model.named_modules() if name.endswith("routed_experts.inner_experts")]
         own = parallel_dims.get_mesh([*replicas, "efsdp"])
         experts = dict.fromkeys(map(model.get_submodule, names), own)
+    reshard = {"always": True, "never": False, **({"default": False} if parallel_dims.pp_enabled else {})}
     compiled = compile_config.enable and "model" in compile_config.components
     graph_fsdp.compile(
         model,
         mesh,
         meshes=experts or None,
         auto_wrap_policy=_units(model),
-        reshard_after_forward={"always": True, "never": False}.get(parallelism.fsdp_reshard_after_forward),
+        reshard_after_forward=reshard.get(parallelism.fsdp_reshard_after_forward),
         mp_policy=MixedPrecisionPolicy(
             getattr(torch, training.mixed_precision_param),
             getattr(torch, training.mixed_precision_reduce),
@@ -79,29 +82,45 @@ def parallelize(
     return model
 
 
+def pipelined(pipelining_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for a ``ModelSpec.pipelining_fn`` that does as torchtitan's own, which is given, and makes its
+    stages, which ``parallelize`` has compiled, such as gather and reduce once in a step:
+    :class:`graph_fsdp.integrations.pipelining.PipelineStage`."""
+
+    @functools.wraps(pipelining_fn)
+    def pipeline(*args: Any, **kwargs: Any) -> Any:
+        from graph_fsdp.integrations.pipelining import PipelineStage  # takes a second to import, and few need it
+
+        schedule, *rest = pipelining_fn(*args, **kwargs)
+        for stage in compat.stages_of_schedule(schedule):
+            PipelineStage.of(stage)
+        return schedule, *rest
+
+    return pipeline
+
+
 def _refuse(parallel_dims: Any, parallelism: Any) -> None:
     refused = {
         f"spmd_backend={parallelism.spmd_backend!r}": parallelism.spmd_backend != "partial_dtensor",
         "context_parallel_degree above 1": parallel_dims.cp_enabled,
-        "pipeline_parallel_degree above 1": parallel_dims.pp_enabled,
         "enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
     }
     for option, asked in refused.items():
         if asked:
             raise UnsupportedError(
                 f"parallelism.{option}: graph_fsdp.integrations.torchtitan has no such path; set "
-                "spmd_backend='partial_dtensor', without context and pipeline parallelism and symmetric memory, or "
-                "take torchtitan's own parallelize function"
+                "spmd_backend='partial_dtensor', without context parallelism and symmetric memory, or take "
+                "torchtitan's own parallelize function"
             )
 
 
 def _units(decoder: Any) -> list[Any]:
-    """Return the units that torchtitan's own function makes. Its chunked loss calls ``lm_head`` by itself."""
-    ends = (decoder.norm, decoder.lm_head)
-    layers = list(decoder.layers.values())
-    if decoder.enable_weight_tying:
-        return [(decoder.tok_embeddings, *ends), *layers]
-    return [decoder.tok_embeddings, ends, *layers]
+    """Return the units that torchtitan's own function makes, of those modules that a stage of a pipeline has. Its
+    chunked loss calls ``lm_head`` by itself."""
+    first, last = (decoder.tok_embeddings,), (decoder.norm, decoder.lm_head)
+    ends = [(*first, *last)] if decoder.enable_weight_tying else [first, last]
+    there = [tuple(module for module in unit if module is not None) for unit in ends]
+    return [*filter(None, there), *decoder.layers.values()]
 
 
 def _recompute(config: Any, dump_folder: str) -> Recompute:
