@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from facts import Facts
 from models import MLP
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -83,6 +83,33 @@ def the_norm_of_replicas_and_of_ignored_parameters_counts_each_once() -> None:
             optimizer.zero_grad()
     if dist.get_rank() == 0:
         assert ones[0]["graph_fsdp/gradient_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@FACTS
+def gradients_of_units_that_are_whole_are_clipped_and_count() -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    optimizer, found, clipped = torch.optim.SGD(model.parameters(), lr=0.0), list[Any](), list[list[Tensor]]()
+    norms = list[float]()
+    for whole in (0, 1, 2):  # units
+        model(torch.ones(2, 16)).sum().backward()
+        for unit in model.blocks[:whole]:
+            unit.unshard()
+        norms.append(float(model.clip_grad_norm_(1e-3)))
+        for unit in model.blocks:
+            unit.reshard()
+        clipped.append([p.grad.to_local() for p in model.parameters()])
+        model.zero_grad()
+    assert norms == [norms[0]] * 3
+    torch.testing.assert_close(clipped[1:], clipped[:1] * 2, rtol=0, atol=0)
+    with graph_fsdp.monitor(model, line=False, every=1, to=lambda values, step: found.append(values)):
+        for _ in range(3):
+            model(torch.ones(2, 16)).sum().backward()
+            model.blocks[0].unshard()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.blocks[0].reshard()
+    if dist.get_rank() == 0:
+        assert found[0]["graph_fsdp/gradient_norm"] == pytest.approx(norms[0], rel=1e-5)
 
 
 @FACTS

@@ -110,7 +110,7 @@ class CommunicationMethods:
         if engine.backend.name == "xla":
             raise UnsupportedError("clip_grad_norm_() is for ranks; with backend='xla' call torch's clip_grad_norm_")
         assert isinstance(self, nn.Module)
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        gradients = engine.storage.gradients(self.parameters())
         if engine.spec.mesh.ranks > 1:
             what = f"norm {norm_type} of {len(gradients)} gradients"
             engine.schedules.begin("clip_grad_norm_()", "call", [what])

@@ -255,10 +255,12 @@ class Monitor:
 
     def _before(self) -> None:
         """Note the norm of the gradients, before the first optimizer of a step has stepped."""
-        step, model = self._now, self._model()
-        if step is None or model is None or step.end is not None or not self._is_last(step) or step.norm is not None:
+        step, model, engine = self._now, self._model(), self._engine()
+        if step is None or model is None or engine is None:
             return
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if step.end is not None or not self._is_last(step) or step.norm is not None:
+            return
+        gradients = engine.storage.gradients(model.parameters())
         with torch.no_grad():
             square = own_square(gradients, self._comparison.ranks)
         step.square = None if square is None else on_host(square)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -170,6 +170,11 @@ class Shards(ABC):
 
         with compat.without_torch_function():
             return compat.tree_map_only(nn.Parameter, registered, outputs)
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return the gradients of the model's ``parameters``: of a whole one, its shard's, to which backward adds."""
+        shards = {id(p.registered): p.shard for p in self.parameters.values()}
+        return [p.grad for found in parameters if (p := shards.get(id(found), found)).grad is not None]
 
     def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
         """Put ``whole`` into the modules; None: the shard."""
