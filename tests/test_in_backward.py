@@ -236,6 +236,30 @@ def test_accumulation() -> None:
     step(model, optimizer)
 
 
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize("by_hook", [False, True], ids=["", "hook"])
+def test_values_that_change_between_backward_and_step(lr: Any, by_hook: bool) -> None:
+    model, optimizer = compiled(MLP(), True, lambda m: optim.AdamW(m.parameters(), lr=lr, foreach=False))
+    (group,) = optimizer.param_groups
+
+    def set_rate(value: float) -> None:
+        group["lr"] = lr.fill_(value) if isinstance(lr, Tensor) else value
+
+    step(model, optimizer)
+    set_rate(0.2)
+    step(model, optimizer)
+    model(torch.randn(4, 16)).sum().backward()
+    if by_hook:
+        optimizer.register_step_pre_hook(lambda *_: set_rate(0.3))
+    else:
+        set_rate(0.3)
+    with pytest.raises(
+        UnsupportedError, match=r"'lr' of group 0 was .*2.*, and is .*3.* now; set it before the forward"
+    ):
+        optimizer.step()
+
+
 class ReadTwice(nn.Module):
     """Reads a weight in a graph, and again outside of graphs or in another graph."""
 

@@ -58,10 +58,15 @@ def restored(optimizer: optim.Optimizer) -> Iterator[list[list[Any]]]:
             raise
 
 
+def values_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a group has beside its parameters."""
+    return {name: value for name, value in group.items() if name not in _MEMBERS}
+
+
 @contextmanager
 def values_kept(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Give groups the values back, at the end, that they had beside their parameters. Tensors stay the same objects."""
-    before = [{name: value for name, value in group.items() if name not in _MEMBERS} for group in groups]
+    before = [values_of(group) for group in groups]
     copies = [{name: copied(value) for name, value in values.items()} for values in before]
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.groups import copied, parameters_of, restored, shards_of, values_kept
+from graph_fsdp.optimizers.groups import copied, parameters_of, restored, shards_of, values_kept, values_of
 from graph_fsdp.optimizers.slices import Slices
 from graph_fsdp.parameters.gradients import as_gradient
 from graph_fsdp.parameters.sharded import ShardedParameter
@@ -23,6 +23,8 @@ class InBackward:
 
     def __init__(self, optimizer: optim.Optimizer, own_step: Callable[[optim.Optimizer], Any]) -> None:
         self._slices, self._own_step = Slices(optimizer), own_step
+        # Of each group: name → value and version, in the last bucket that backward has stepped since the last ``step``.
+        self._stepped_with: list[dict[str, tuple[Any, int]]] | None = None
         self._found = [
             (storage, members)
             for storage, held in shards_of(parameters_of(optimizer))
@@ -41,9 +43,22 @@ class InBackward:
     def step(self, optimizer: optim.Optimizer, own_step: Callable[[], Any]) -> None:
         for storage, _ in self._found:
             storage.updates.check_once()
+        self._check_values(optimizer)
         self._slices.step(optimizer, own_step)
+        self._stepped_with = None
         for storage, members in self._found:
             storage.updates.done -= members.keys()
+
+    def _check_values(self, optimizer: optim.Optimizer) -> None:
+        """Raise if a group has other values than those that backward has stepped with."""
+        for index, (group, used) in enumerate(zip(optimizer.param_groups, self._stepped_with or (), strict=False)):
+            for name, value in used.items():
+                if not _is_same(group.get(name), value):
+                    raise UnsupportedError(
+                        f"step() of an optimizer that has stepped in backward (in_backward=True): {name!r} of group "
+                        f"{index} was {value[0]!r} in backward, and is {group.get(name)!r} now; set it before the "
+                        "forward, behind the step before, or distribute the optimizer without in_backward"
+                    )
 
     @torch.no_grad()
     def _update(
@@ -69,8 +84,24 @@ class InBackward:
             state.update((p, values) for p, values in own.items() if isinstance(p, Tensor))
             for shard in stepped.values():
                 shard.grad = None
+        self._stepped_with = [
+            {name: (copied(value), _version(value)) for name, value in values_of(group).items()}
+            for group in optimizer.param_groups
+        ]
         members_of = next(storage for storage, found in self._found if found is members)
         members_of.updates.done.update(p.spec.name for p in members.values() if id(p.shard) in stepped)
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else 0
+
+
+def _is_same(now: Any, used: tuple[Any, int]) -> bool:
+    """Say whether a group's value is the one that was ``used``; of a tensor, whether nobody has written to it, as its
+    value would be waited for."""
+    if isinstance(used[0], Tensor) or isinstance(now, Tensor):
+        return isinstance(used[0], type(now)) and _version(now) == used[1]
+    return bool(now == used[0])
 
 
 class StepsInBackward:
