@@ -161,8 +161,8 @@ def check_model(model: Any) -> None:
         if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
             kind = "FSDP2 (fully_shard)" if isinstance(module, FSDPModule) else "FSDP1 (FullyShardedDataParallel)"
             raise AlreadyShardedError(f"{where} is sharded by {kind} already; pass the model as it was before that")
-        if isinstance(module, DistributedDataParallel):
-            raise AlreadyShardedError(f"{where} is wrapped in DistributedDataParallel; pass {where}.module instead")
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+            raise AlreadyShardedError(f"{where} is wrapped in {type(module).__name__}; pass {where}.module instead")
         if isinstance(module, (torch.jit.ScriptModule, compat.OptimizedModule)):
             raise UnsupportedError(f"{where} is a {type(module).__name__}; pass the module that it was made of")
     if isinstance(model, _CONTAINERS) and type(model).forward in _NO_FORWARD:

@@ -205,9 +205,9 @@ def test_a_parameter_that_is_a_dtensor(fake_group: None) -> None:
 
 
 def test_a_model_wrapped_in_ddp(fake_group: None) -> None:
-    model = DistributedDataParallel(MLP())
-    refuse(model, AlreadyShardedError, "model is wrapped in DistributedDataParallel", "pass model.module", runs=False)
-    accept(model.module)
+    for model in (DistributedDataParallel(MLP()), nn.DataParallel(MLP())):
+        refuse(model, AlreadyShardedError, f"model is wrapped in {type(model).__name__}", "model.module", runs=False)
+        accept(model.module)
 
 
 def test_a_model_that_went_through_torch_compile(fake_group: None) -> None:
