@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -254,6 +255,18 @@ def hooks_and_modules_that_go_are_taken_up_as_by_fsdp2() -> None:
         model.blocks[0].register_forward_hook(lambda module, args, output: seen.update(out=output.detach()))
     _equal_steps(model, fsdp2)
     assert len(seen) == (1 if dist.get_rank() == 0 else 0)
+
+
+@FACTS
+def a_forward_that_is_patched_on_a_class_is_followed_as_by_fsdp2() -> None:
+    model, fsdp2 = _pair()
+    _equal_steps(model, fsdp2)
+    for patched in (Model, nn.Linear):  # the model's class, and one of modules in it
+        forward = patched.forward
+        with mock.patch.object(patched, "forward", lambda self, x, forward=forward: forward(self, x) * 2):
+            _equal_steps(model, fsdp2)
+        _equal_steps(model, fsdp2)
+    assert [capture.cause.kind for capture in graph_fsdp.inspect(model).captures] == ["first", "forward", "forward"]
 
 
 @FACTS

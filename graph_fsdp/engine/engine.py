@@ -202,7 +202,9 @@ class Engine:
             self.storage.refresh()
             inputs = Inputs(lambda: self.finalization.watched(self.unsharded.watched(self.storage.inputs())))
             masks = self._full_masks(kwargs)
-            key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks, self.cast, masks)
+            structure = self.structure
+            has = structure.has_hooks, self.cast, masks, structure.forwards
+            key = CaptureKey(self.settings, entry, self._layout, *has)
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(self._traced_under(hooks=key.hooks, shared=self.schedules.lockstep is not None))
             stack.enter_context(compat.traced_as(TRACED))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CauseKind = (
     Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python", "hooks"]
-    | Literal["cast", "finalized", "divided"]
+    | Literal["cast", "finalized", "divided", "forward"]
 )
 
 _INPUT = re.compile(r"(?<![\w.])(?:args\[(?P<index>\d+)\]|kwargs\[['\"](?P<name>\w+)['\"]\])")
@@ -45,7 +45,8 @@ class GuardFailure:
 class CaptureKey:
     """Keeps graphs apart before Dynamo looks at its guards. ``layout``: how a backend's inputs are sharded over
     devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules. ``cast``: the dtypes
-    that the model was cast to since it was compiled. ``full_masks``: the attention masks that mask nothing, by name."""
+    that the model was cast to since it was compiled. ``full_masks``: the attention masks that mask nothing, by name.
+    ``forwards``: the classes that were given another forward, see ``Structure``."""
 
     settings: Settings
     entry: Entry
@@ -53,6 +54,7 @@ class CaptureKey:
     hooks: bool = False
     cast: str = ""
     full_masks: frozenset[str] = frozenset()
+    forwards: frozenset[tuple[type, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Cause:
     (a piece that takes or gives what other pieces gather), "parameters" (what was traced before runs with other
     parameters), "cast" (parameters have another dtype), "python" (code outside of graphs reads a parameter), "hooks"
     (a module has a hook now, or none has any more), "finalized" (``finalize_backward`` reduces what is kept), "divided"
-    (a pipeline runs a backward in two halves).
+    (a pipeline runs a backward in two halves), "forward" (a class or the module that is called has
+    another forward).
     ``compilation``: its name in torch's logs, "0/1".
     """
 
@@ -130,9 +133,9 @@ def why_run_again(first: Cause, names: Sequence[str]) -> Cause:
 
 def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) -> tuple[CauseKind, str]:
     of_method = [k for c in earlier if (k := c.cause.key) is not None and k.entry.suffix == key.entry.suffix]
+    method = ".".join(filter(None, (key.entry.unit, key.entry.name)))
     if not of_method:
-        name = ".".join(filter(None, (key.entry.unit, key.entry.name)))
-        return "first", "first call" if name == "forward" else f"first call of {name}"
+        return "first", "first call" if method == "forward" else f"first call of {method}"
     if key in of_method:
         if breaks:
             return "piece", "another piece of the model: what follows a graph break"
@@ -150,6 +153,12 @@ def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) 
         return "cast", f"the model was cast to {key.cast}"
     if last.hooks != key.hooks:
         return "hooks", f"hooks of modules were {'added' if key.hooks else 'removed'}"
+    if last.forwards != key.forwards:
+        set_now = key.forwards - last.forwards or last.forwards - key.forwards
+        names = sorted({kind.__qualname__ for kind, _ in set_now})
+        return "forward", f"another forward was set on {', '.join(names)}"
+    if last.entry.function is not key.entry.function:
+        return "forward", f"another function was set as {method}"
     if changed := sorted(last.full_masks ^ key.full_masks):
         says = "nothing" if changed[0] in key.full_masks else "something"
         return "inputs", f"{changed[0]} masks {says} now"

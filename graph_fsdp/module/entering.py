@@ -53,24 +53,28 @@ def _taking_the_module(own: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def entering(name: str, function: Callable[..., Any], number: int, *given: Any) -> Callable[..., Any]:
+def entering(
+    name: str, function: Callable[..., Any], number: int, *given: Any, of: type[nn.Module] | None = None
+) -> Callable[..., Any]:
     """Return ``function`` as a method of the model and of units that runs compiled; ``number``: the engine's;
-    ``given``: its arguments before those of a call."""
+    ``given``: its arguments before those of a call; ``of``: a class whose forward it is, and whose forward at the time
+    of a call runs."""
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        now = function if of is None else of.forward
         if Entered.engine == number:  # traced with the model
-            return function(self, *given, *args, **kwargs)
+            return now(self, *given, *args, **kwargs)
         refuse_transforms(args, kwargs)
         # The engine is not of the closure: graphs keep classes, and classes would keep it.
         called: CalledAs = vars(self)["_graph_fsdp_called"]
         if called.is_given_values():
-            return function(self, *given, *args, **kwargs)
+            return now(self, *given, *args, **kwargs)
         engine, called_as, of_inputs, of_outputs, _ = called
         if engine.storage.device.type != "cpu":
             args, kwargs = on_device((args, kwargs), engine.storage.device)
         if of_inputs is not None:
             args, kwargs = cast_floats((args, kwargs), of_inputs)
-        entry = Entry(called_as, name, function)
+        entry = Entry(called_as, name, now)
         outputs = engine.run(entry, self, *given, *args, **kwargs)
         return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -261,7 +262,9 @@ def _let_enter(module: nn.Module, called: CalledAs, name: str, first: type, clas
     if (first, cls, forward) not in classes:
         namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
         if forward is not nn.Module.forward:  # else torch's raises
-            namespace["forward"] = entering("forward", forward, called.engine.number)
+            # What the class makes of another object, such as a partialmethod, is another function each time.
+            of = cls if forward is inspect.getattr_static(cls, "forward") else None
+            namespace["forward"] = entering("forward", forward, called.engine.number, of=of)
         if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
             namespace["save_pretrained"] = saving_whole(save_pretrained)
         classes[first, cls, forward] = preceded(name, (first,), cls, namespace)

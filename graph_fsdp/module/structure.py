@@ -3,7 +3,7 @@
 A parameter that comes after ``graph_fsdp.compile`` would be trained on each rank by itself. So each call looks whether
 modules were exchanged or parameters added, and refuses those that would train. A look at a thousand modules takes a
 tenth of a millisecond; Dynamo's guards on their hooks would take longer. Graphs of a model without hooks are traced
-without such guards, and used as long as it has none.
+without such guards, and used as long as it has none. Nor has Dynamo guards on what forward a class has.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Structure:
         self._weak, self._storage = weakref.ref(model), storage
         self._known = {(weakref.ref(module), leaf) for _, module, leaf, _ in _parameters(model)}
         self._frozen: list[tuple[str, nn.Parameter]] = []  # that came later
+        self._forwards_of: dict[type, list[Any]] = {}  # the first is that of ``compile``
         self._look()
 
     def check(self) -> None:
@@ -48,6 +49,8 @@ class Structure:
         if self._now() != self._seen or any(p.requires_grad for _, p in self._frozen):
             self._check_new()
             self._look()
+        elif any(map(operator.is_not, self._forwards_now(), self._forwards)):
+            self._look_at_forwards()
 
     @property
     def has_hooks(self) -> bool:
@@ -95,6 +98,25 @@ class Structure:
         self._parameter_dicts = [module._parameters for module in modules]
         self._hooks = [getattr(module, name) for module in modules[1:] for name in _HOOKS]
         self._seen = self._now()
+        kinds = dict.fromkeys(base for kind in dict.fromkeys(map(type, modules)) for base in kind.__mro__)
+        self._class_dicts = {kind: vars(kind) for kind in kinds}
+        self._look_at_forwards()
+
+    def _look_at_forwards(self) -> None:
+        """Know classes with another forward than at first: each of their forwards has a number."""
+        self._forwards = self._forwards_now()
+        changed = set()
+        for kind, forward in zip(self._class_dicts, self._forwards, strict=True):
+            known = self._forwards_of.setdefault(kind, [forward])
+            if not any(other is forward for other in known):
+                known.append(forward)
+            if forward is not known[0]:
+                changed.add((kind, next(i for i, other in enumerate(known) if other is forward)))
+        self.forwards = frozenset(changed)
+
+    def _forwards_now(self) -> list[Any]:
+        """Return what each class of the model, and each class above it, has in itself for a forward."""
+        return [own.get("forward") for own in self._class_dicts.values()]
 
     def _now(self) -> tuple[list[nn.Module | None], int]:
         """Return the children of all modules, and the number of parameters under all their names. ``Storage.refresh``
