@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from models import MLP
+from models import MLP, MLPBlock
 from printed import calls
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
@@ -53,6 +54,19 @@ def test_gradients_are_those_of_the_plain_model() -> None:
     for found, expected in zip(step(model), step(plain), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     model.blocks[0](torch.randn(2, 16)).sum().backward()  # type: ignore[index]
+
+
+def test_a_forward_that_is_patched_on_the_class_is_checkpointed() -> None:
+    torch.manual_seed(0)
+    plain = checkpointed()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
+    for forward in (MLPBlock.forward, lambda self, x: x - self.down(self.up(x)), MLPBlock.forward):
+        with mock.patch.object(MLPBlock, "forward", forward):
+            plain.zero_grad()
+            model.zero_grad()
+            for found, expected in zip(step(model), step(plain), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert len(graph_fsdp.inspect(model).captures) == 2
 
 
 def test_it_is_applied_before_compile() -> None:

@@ -278,5 +278,17 @@ def trace_composable_checkpoints(model: nn.Module) -> None:
     for module in model.modules():
         options = compat.take_composable_checkpoint(module)
         if options is not None:
-            run = functools.partial(checkpoint, module.forward, use_reentrant=False, **options)
-            vars(module)["forward"] = functools.update_wrapper(run, module.forward)
+            forward = (
+                module.forward if "forward" in vars(module) else types.MethodType(_forward_of(type(module)), module)
+            )
+            run = functools.partial(checkpoint, forward, use_reentrant=False, **options)
+            vars(module)["forward"] = functools.update_wrapper(run, forward)
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return a function that calls the forward that a class has at the time of a call."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    return functools.wraps(kind.forward)(forward)
