@@ -2,7 +2,8 @@
 
 Gathers start next to a wait, so that no compute region is cut for them (``schedule.py``), in the plan's order: a rank
 that recompiles alone must not reorder collectives. A wait stands where compute regions are best cut: above cheap
-operators that would be a region of their own, and above a norm whose weight it brings.
+operators that would be a region of their own, and above a norm whose weight it brings. Where that keeps a rank, whose
+sizes fuse otherwise, from the plan's order, its waits and reductions stay where they are.
 
 On a mesh that also replicates, a gradient is reduced over the group that shards, and the result over the replicas. The
 second stage starts where the first is waited for, which is late, and is waited for later still, so that both run beside
@@ -78,6 +79,7 @@ class Prefetch(GraphPass):
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
         distance = self._distance(graph.phase)
         lift(graph)
+        unscheduled = graph.nodes
         recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
         given = context.settings.reductions_in_flight or self.reductions_in_flight
         in_flight = given or reductions_under_way(reductions, recomputes, room_of(context))
@@ -85,9 +87,17 @@ class Prefetch(GraphPass):
         self._place(graph, gathers, distance, context)
         now = context.settings  # what comes behind a wait is not to come at the end
         over_replicas = given or (2 if now.stepped or now.over_groups or now.hooked else None)
-        defer_reductions(graph, reductions, in_flight, 0 if given else len(graph.delayed), over_replicas)
+        placed, delayed = graph.nodes, 0 if given else len(graph.delayed)
+        defer_reductions(graph, reductions, in_flight, delayed, over_replicas)
         _hoist_waits(graph, readers, within_budget=self.budget is not None)
-        context.plan.keep(graph)
+        if not context.plan.keep(graph):
+            # Another rank's kernels fuse elsewhere. With waits as late and reductions as early as the graph has them,
+            # its collectives come in the plan's order if they can.
+            by_regions = graph.nodes
+            graph.reorder(placed)
+            defer_reductions(graph, reductions, in_flight, delayed, over_replicas, behind_fusible=False)
+            if not context.plan.keep(graph):
+                graph.reorder(by_regions)
         place_payloads(graph)
         place_copies(graph)
         limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
@@ -271,15 +281,22 @@ def _again(starts: list[fx.Node]) -> list[fx.Node]:
 
 
 def defer_reductions(
-    graph: Graph, starts: list[fx.Node], in_flight: int, delayed: int = 0, over_replicas: int | None = None
+    graph: Graph,
+    starts: list[fx.Node],
+    in_flight: int,
+    delayed: int = 0,
+    over_replicas: int | None = None,
+    *,
+    behind_fusible: bool = True,
 ) -> None:
     """Start reductions in the order given, and wait for them as late as ``in_flight`` of them allow. Linear. The last
     ``delayed`` have nothing behind them that a wait would make room for: they and the one before end the graph.
+    ``behind_fusible``: they start behind what fuses into the kernels before them, or else as early as they can.
 
     The second stages keep that order too: the sequence of all collectives follows from it. ``over_replicas`` of them
     may be under way at once, or with None all of them: what they hold are the gradients' shards, which no wait frees.
     """
-    for start in starts:
+    for start in starts if behind_fusible else ():
         _start_behind_fusible(start)
     # A later reduction of the plan starts no earlier than the one before it: where this graph's gradients come
     # in another order, a start moves down to its predecessor.
