@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from graph_fsdp.parameters.meshes import Meshes
 from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.parameters.placements import ShardPlacementFn
 from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, default_pipeline, find_hardware
-from graph_fsdp.passes.ir.settings import check_signature
+from graph_fsdp.passes.ir.settings import check_path, check_signature
 from graph_fsdp.passes.ir.spec import Offload
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, with_activation_checkpointing
 from graph_fsdp.passes.transforms.reshard import keeps_for_backward
@@ -276,8 +275,7 @@ class CompileOptions:
         given = self.programs
         if given is None or given is False:
             return
-        if not isinstance(given, (str, PathLike)):
-            raise TypeError(f"programs must be the path of a folder, False to keep none, or None, got {given!r}")
+        check_path("programs", given, "the path of a folder, False to keep none, or None")
         if self.backend == "xla":
             raise UnsupportedError(
                 "programs: backend='xla' compiles through torch_xla, whose own cache keeps programs; leave programs out"

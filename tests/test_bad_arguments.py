@@ -15,6 +15,7 @@ from torch import nn
 
 import graph_fsdp
 from graph_fsdp import checkpoint
+from graph_fsdp.checkpoint.contents import contents
 from graph_fsdp.planning import search
 
 X = torch.empty(4, 16, device="meta")
@@ -87,6 +88,25 @@ def test_paths_of_checkpoints(model: Any, path: Any) -> None:
     message = r"latest\(…\) has found no complete checkpoint" if path is None else r"must be the path of a folder, got"
     with pytest.raises(TypeError, match=rf"^path .*{message}"):
         checkpoint.load(path, model)
+
+
+def test_an_empty_path_is_not_the_current_folder(model: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    checkpoint.save(tmp_path / "step_1", nn.Linear(2, 2))
+    (tmp_path / "step_2").mkdir()
+    for name, folder, call in (
+        ("path", "step_2", lambda: checkpoint.save("", model)),
+        ("path", "step_1", lambda: checkpoint.load("", nn.Linear(2, 2))),
+        ("path", "step_1", lambda: contents("")),
+        ("folder", ".", lambda: checkpoint.complete("")),
+        ("folder", ".", lambda: checkpoint.latest("")),
+        ("folder", ".", lambda: checkpoint.latest("", model)),
+        ("path", ".", lambda: graph_fsdp.monitor(model, path="")),
+        ("path", ".", lambda: graph_fsdp.precompile(MLP, (X,), mesh_shape=(8,), path="")),
+    ):
+        monkeypatch.chdir(tmp_path / folder)
+        with pytest.raises(ValueError, match=rf"^{name} must be the path of .*, got an empty path"):
+            call()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_1", "step_2"]
 
 
 def test_what_ranks_save_and_load_is_a_module(tmp_path: Path) -> None:

@@ -396,5 +396,5 @@ def test_functions_that_cannot_be_called_are_refused(option: str) -> None:
 
 
 def test_an_empty_path_of_programs_is_refused() -> None:
-    words = ("programs=''", "the path is empty", "pass programs=False")
+    words = ("programs must be the path of a folder, False to keep none", "got an empty path")
     refuse(MLP(), ValueError, *words, programs="", backend="inductor")

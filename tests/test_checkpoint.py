@@ -284,6 +284,8 @@ def test_files_that_cannot_be_read(split: Split, kind: str) -> None:
 def test_arguments_of_other_types(split: Split) -> None:
     refuse(on_meta(MLP), TypeError, "a checkpoint must be the path", "got True", checkpoint=True)
     refuse(on_meta(MLP), TypeError, "a checkpoint must be the path", checkpoint=[split.files[0], 3])
+    for empty in ("", [split.files[0], ""]):
+        refuse(on_meta(MLP), ValueError, "a checkpoint must be the path", "got an empty path", checkpoint=empty)
     with pytest.raises(TypeError, match="rename must be a function"):
         Safetensors(split.whole, rename={"a": "b"})  # type: ignore[arg-type]
     words = ("checkpoint and sync_module_states=True both say where values come from",)

@@ -383,7 +383,7 @@ def test_precompile_says_what_it_cannot_keep(folder: Path) -> None:
         graph_fsdp.precompile(WithBuffer, batch, mesh_shape=(8,), path=folder, backend="eager")
     with pytest.raises(TypeError, match="inputs must be a tuple"):
         graph_fsdp.precompile(MLP, batch[0], mesh_shape=(8,), path=folder)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="path must be that of a folder"):
+    with pytest.raises(TypeError, match="path must be the path of a folder"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=8)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="kernels must be True, to build them, or False, got 'cpu'"):
         graph_fsdp.precompile(MLP, batch, mesh_shape=(8,), path=folder, kernels="cpu")  # type: ignore[arg-type]

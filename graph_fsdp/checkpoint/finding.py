@@ -7,11 +7,12 @@ from pathlib import Path
 
 from torch import nn
 
-from graph_fsdp.checkpoint.folder import check_path, complete
+from graph_fsdp.checkpoint.folder import complete
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.hosts import place_of, survey
 from graph_fsdp.checkpoint.saving import finish_pending
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.passes.ir.settings import check_path
 
 
 def latest(folder: AnyPath, model: nn.Module | None = None) -> Path | None:
@@ -30,7 +31,7 @@ def latest(folder: AnyPath, model: nn.Module | None = None) -> Path | None:
     if model is None:
         found = complete(folder)
         return found[-1] if found else None
-    check_path(folder=folder)
+    check_path("folder", folder)
     finish_pending()
     root = Path(os.path.abspath(folder))
     seen = survey(Ranks.of(model), root, [f"latest of {root}"])

@@ -24,6 +24,7 @@ import torch
 
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.passes.ir.settings import check_path
 
 METADATA = ".metadata"
 HEADER = "graph_fsdp.json"
@@ -64,17 +65,10 @@ def read_json(file: Path, made_of: Callable[[Any], Value]) -> Value | None:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def check_path(**paths: object) -> None:
-    """Raise TypeError if one, by the name of its argument, is no path of a folder."""
-    for name, value in paths.items():
-        if not isinstance(value, (str, os.PathLike)):
-            raise TypeError(f"{name} must be the path of a folder, got {value!r}")
-
-
 def complete(folder: AnyPath) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first: in the order in which they were saved, whatever their
     names and hosts' clocks. Those of other programs come first, by the time of their files."""
-    check_path(folder=folder)
+    check_path("folder", folder)
     root = Path(folder)
     named = (path for path in root.iterdir() if not path.name.startswith(".")) if root.is_dir() else ()
     found = [path for path in named if (path / METADATA).is_file()]

@@ -44,7 +44,7 @@ _given: dict[Path, int] = {}
 
 def _root() -> Path:
     user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
-    return Path(os.environ.get(VARIABLE, "/dev/shm")) / f"graph_fsdp-{user}"
+    return Path(os.environ.get(VARIABLE) or "/dev/shm") / f"graph_fsdp-{user}"
 
 
 def place_of(folder: AnyPath) -> Path:

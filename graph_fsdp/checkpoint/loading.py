@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint.extra import EXTRA, ExtraValues, check_extra
 from graph_fsdp.checkpoint.files import access_of, read
-from graph_fsdp.checkpoint.folder import check_path
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.hosts import is_in_memory
 from graph_fsdp.checkpoint.in_memory import bring_tensors, bring_values
@@ -47,7 +46,7 @@ from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, listed
 from graph_fsdp.optimizers.groups import parameters_of
-from graph_fsdp.passes.ir.settings import check_flags
+from graph_fsdp.passes.ir.settings import check_flags, check_path
 
 _NO_PATH = (
     "path is None: checkpoint.latest(…) has found no complete checkpoint in its folder; call load only where it has "
@@ -92,7 +91,7 @@ def load(
         TypeError, ValueError: an argument is wrong, such as an optimizer of another model's parameters.
     """
     if path is not None:
-        check_path(path=path)
+        check_path("path", path)
     finish_pending()
     ranks = Ranks.of(model)
     in_memory, mine = path is not None and is_in_memory(path), f"{RNG}.{ranks.index}"

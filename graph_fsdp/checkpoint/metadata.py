@@ -25,6 +25,7 @@ from graph_fsdp.checkpoint.folder import METADATA, Header
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 from graph_fsdp.initialise.state_keys import size_mismatch
+from graph_fsdp.passes.ir.settings import check_path
 
 Entries: TypeAlias = "Mapping[str, TensorStorageMetadata | BytesStorageMetadata]"
 
@@ -101,6 +102,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: AnyPath) -> Checkpoint:
+        check_path("path", path)
         folder = Path(path)
         metadata = read_metadata(folder)
         return cls(folder, metadata, Header.read(folder), checksums.read(folder))

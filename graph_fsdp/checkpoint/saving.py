@@ -25,7 +25,7 @@ from graph_fsdp.checkpoint.in_memory import MemoryWriter, prepare
 from graph_fsdp.checkpoint.state import optimizers_of, training_state
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
-from graph_fsdp.passes.ir.settings import check_flags, is_count
+from graph_fsdp.passes.ir.settings import check_flags, check_path, is_count
 
 
 class PendingSave:
@@ -108,7 +108,7 @@ def save(
             was there is as before.
         TypeError, ValueError: an argument is wrong; before anything is written.
     """
-    folder.check_path(path=path)
+    check_path("path", path)
     finish_pending(memory)
     ranks = Ranks.of(model)
     final = Path(os.path.abspath(path))

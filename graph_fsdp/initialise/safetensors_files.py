@@ -21,10 +21,14 @@ from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.state_keys import Matched, Rename, match_keys
 from graph_fsdp.parameters.placements import part_of_rank
-from graph_fsdp.passes.ir.settings import check_flags
+from graph_fsdp.passes.ir.settings import check_flags, check_path
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 INDEX = "model.safetensors.index.json"
+_WHAT = (
+    "the path of a safetensors file or of a folder that has some, a list of files, or a "
+    "graph_fsdp.checkpoint.Safetensors"
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,8 @@ class Safetensors:
 
     def __post_init__(self) -> None:
         paths = self.path if isinstance(self.path, (list, tuple)) else [self.path]
-        if not all(isinstance(path, (str, os.PathLike)) for path in paths):
-            raise TypeError(
-                "a checkpoint must be the path of a safetensors file or of a folder that has some, a list of files, "
-                f"or a graph_fsdp.checkpoint.Safetensors, got {self.path!r}"
-            )
+        for path in paths:
+            check_path("a checkpoint", path, _WHAT)
         check_flags(strict=self.strict)
         if self.rename is not None and not callable(self.rename):
             raise TypeError(f"rename must be a function of a name in the model, or None, got {self.rename!r}")

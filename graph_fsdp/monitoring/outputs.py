@@ -19,7 +19,7 @@ from rich.text import Text
 
 from graph_fsdp.compat.inductor.probes import replace_file
 from graph_fsdp.monitoring.record import PREFIX, MonitorRecord
-from graph_fsdp.passes.ir.settings import is_count
+from graph_fsdp.passes.ir.settings import check_path, is_count
 from graph_fsdp.report.file import check_writable
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ _MOST_PORT = 65535
 def checked(to: Any, path: Any, port: Any, host: Any) -> list[Output]:
     """Return what reports to the program's own loggers ``to``. Raises TypeError or ValueError, which names the
     argument, on what does not fit."""
-    if path is not None and not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be the path of a file to write, or None, got {path!r}")
+    if path is not None:
+        check_path("path", path, "the path of a file to write, or None")
     if port is not None and not (is_count(port, least=0) and port <= _MOST_PORT):
         raise ValueError(f"port must be a number from 1 to {_MOST_PORT}, 0 for any that is free, or None, got {port!r}")
     if not isinstance(host, str) or not host:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_fsdp.passes.ir.settings import check_path
 from graph_fsdp.planning.dimensions import Dimensions, Parallelize
 from graph_fsdp.planning.tracing import trace
 from graph_fsdp.programs.folder import Folder
@@ -54,8 +55,7 @@ def precompile(
         raise TypeError(
             f"inputs must be a tuple of positional inputs or a mapping of keyword inputs, got {type(inputs).__name__}"
         )
-    if not isinstance(path, (str, PathLike)):
-        raise TypeError(f"path must be that of a folder, got {path!r}")
+    check_path("path", path)
     if not isinstance(kernels, bool):
         raise TypeError(f"kernels must be True, to build them, or False, got {kernels!r}")
     if "programs" in compile_options:

@@ -38,8 +38,6 @@ class Folder:
         """Return the folder that an option names, made where there is none. Raises ValueError where that cannot be."""
         folder = cls(Path(path))
         try:
-            if not os.fspath(path):  # which Path takes for the current one
-                raise OSError("the path is empty")
             folder.make()
         except OSError as error:
             raise ValueError(

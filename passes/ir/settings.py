@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import numbers
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -43,6 +44,15 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_path(name: str, value: object, what: str = "the path of a folder") -> None:
+    """Raise TypeError if the argument ``name`` is no path, and ValueError if it is empty, which ``Path`` takes for the
+    current folder. ``what``: it must be."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be {what}, got {value!r}")
+    if not os.fspath(value):
+        raise ValueError(f"{name} must be {what}, got an empty path")
 
 
 class SettingError(ValueError):
