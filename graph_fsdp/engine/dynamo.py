@@ -278,9 +278,8 @@ def trace_composable_checkpoints(model: nn.Module) -> None:
     for module in model.modules():
         options = compat.take_composable_checkpoint(module)
         if options is not None:
-            forward = (
-                module.forward if "forward" in vars(module) else types.MethodType(_forward_of(type(module)), module)
-            )
+            of_class = types.MethodType(_forward_of(type(module)), module)
+            forward = vars(module).get("forward", of_class)
             run = functools.partial(checkpoint, forward, use_reentrant=False, **options)
             vars(module)["forward"] = functools.update_wrapper(run, forward)
 
