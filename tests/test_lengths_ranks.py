@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 @FACTS
 def kernels_that_fuse_elsewhere_leave_the_order_as_it_is_planned() -> None:
-    """The first rank reduces behind what its kernels fuse, where the other one's cost model has a wait stand earlier."""
+    """The first rank reduces behind what its kernels fuse; the other one's cost model has a wait come earlier."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), *(Block(32) for _ in range(2)), nn.LayerNorm(32), nn.Linear(32, 50))
     trains_as_one_process(model, [(16, 64), (64, 16), (2, 100)], 32, passes=default_pipeline(bucket="none"))

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import re
+import threading
 import traceback
 import types
 import warnings
@@ -46,18 +47,50 @@ class Entry:
 
 
 class Entered:
-    """Holds the number of the engine whose code runs or is traced; functions of its model are then the plain ones."""
+    """Holds the number of the engine whose code runs or is traced; functions of its model are then the plain ones.
+    ``thread``: the one that runs it."""
 
-    engine = -1
+    engine, thread = -1, 0
+    _lock = threading.RLock()
 
     @classmethod
     @contextlib.contextmanager
     def by(cls, engine: int) -> Iterator[None]:
-        before, cls.engine = cls.engine, engine
+        before = cls.engine, cls.thread
+        cls.engine, cls.thread = engine, threading.get_ident()
         try:
             yield
         finally:
-            cls.engine = before
+            cls.engine, cls.thread = before
+
+    @classmethod
+    @contextlib.contextmanager
+    def turn(cls, *, waits: bool) -> Iterator[None]:
+        """Run one forward at a time: others in this thread and, of autograd's threads, what a backward computes again.
+        Those of other threads wait for it, or raise where ranks could start collectives in other orders."""
+        if compat.current_backward() >= 0:
+            yield
+            return
+        if not cls._lock.acquire(blocking=waits):
+            raise RuntimeError(
+                "a forward was called in one thread while another thread runs one, of this model or of another that is "
+                "compiled by graph_fsdp: ranks would start their collectives in different orders. Hold one lock around "
+                "the calls of all models, on all ranks in the same order"
+            )
+        try:
+            yield
+        finally:
+            cls._lock.release()
+
+
+@torch.compiler.assume_constant_result
+def _in_this_thread() -> bool:
+    return Entered.thread == threading.get_ident()
+
+
+def runs(engine: int) -> bool:
+    """Say whether code of this engine's model runs, or is traced, in this thread. Dynamo traces this."""
+    return Entered.engine == engine and _in_this_thread()
 
 
 def name_of_code() -> str:

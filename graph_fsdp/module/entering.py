@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from graph_fsdp.engine.dynamo import Entered, Entry, like_no_other, name_of_code
+from graph_fsdp.engine.dynamo import Entry, like_no_other, name_of_code, runs
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.module.refusals import refuse_transforms
 from graph_fsdp.parameters.inputs import cast_floats, on_device
@@ -62,7 +62,7 @@ def entering(
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         now = function if of is None else of.forward
-        if Entered.engine == number:  # traced with the model
+        if runs(number):  # traced with the model
             return now(self, *given, *args, **kwargs)
         refuse_transforms(args, kwargs)
         # The engine is not of the closure: graphs keep classes, and classes would keep it.

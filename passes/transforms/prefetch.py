@@ -79,7 +79,6 @@ class Prefetch(GraphPass):
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
         distance = self._distance(graph.phase)
         lift(graph)
-        unscheduled = graph.nodes
         recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
         given = context.settings.reductions_in_flight or self.reductions_in_flight
         in_flight = given or reductions_under_way(reductions, recomputes, room_of(context))
