@@ -120,6 +120,15 @@ return ..., full_root, ..., blocks.0.down.weight, head.weight, ...""",
     )
 
 
+def test_a_model_whose_first_call_after_a_cast_is_an_inference_is_trained() -> None:
+    with fake_process_group():
+        model = graph_fsdp.compile(MLP(depth=1), backend="eager").double()
+        with torch.inference_mode():
+            model(torch.ones(4, 16, dtype=torch.float64))
+        model(torch.ones(4, 16, dtype=torch.float64)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def test_a_part_of_a_model_cannot_be_cast() -> None:
     with fake_process_group():
         model = graph_fsdp.compile(MLP(), backend="eager")

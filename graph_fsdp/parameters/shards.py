@@ -238,7 +238,9 @@ class Storage(Shards):
                 f"it is called, with model.to({str(home)!r})"
             )
         self._forget_buffers(False)
-        for name, (local, stored) in self._allocate_shards().items():
+        with torch.inference_mode(False):  # where an evaluation comes first
+            memory = self._allocate_shards()
+        for name, (local, stored) in memory.items():
             self.parameters[name].local, self.parameters[name].input = local, stored
 
     def refresh(self) -> None:
