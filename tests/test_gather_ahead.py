@@ -172,6 +172,22 @@ def writes(model: Any, optimizer: Any) -> None:
             p.mul_(0.5)
 
 
+def writes_to_own_rows(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().mul_(0.5)
+
+
+def writes_to_what_is_frozen(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(0.5)
+
+
+def with_a_frozen_weight(model: Any) -> optim.Optimizer:
+    model.blocks[0].up.weight.requires_grad_(False)
+    return adamw(model)
+
+
 def replaces(model: Any, optimizer: Any) -> None:
     layer = model.blocks[0].up
     before, layer.weight = layer.weight, nn.Parameter(layer.weight.detach() * 0.5)
@@ -220,7 +236,7 @@ def unshards(model: Any, optimizer: Any) -> None:
 
 BETWEEN = (
     steps_again, writes, loads, evaluates, evaluates_and_writes, writes_to_whole_parameters, saves,
-    steps_another_optimizer, unshards,
+    steps_another_optimizer, unshards, writes_to_own_rows,
 )  # fmt: skip
 
 
@@ -229,6 +245,10 @@ def a_write_between_step_and_forward_counts() -> None:
     alike(between=evaluates_and_writes)
     torch._dynamo.reset()
     alike(between=replaces)
+    torch._dynamo.reset()
+    alike(between=writes_to_own_rows)
+    torch._dynamo.reset()
+    alike(with_a_frozen_weight, between=writes_to_what_is_frozen)
 
 
 @FACTS.long

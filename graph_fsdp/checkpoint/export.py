@@ -145,17 +145,17 @@ def _buckets(model: Any, dtype: torch.dtype | None, max_bytes: int | None) -> li
 def _exported(
     engine: Engine, buckets: Sequence[Bucket], dtype: torch.dtype | None, mine: bool, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
-    versions = {tensor: tensor._version for bucket in buckets for tensor, _ in bucket}
+    writes = {tensor: compat.writes_to(tensor) for bucket in buckets for tensor, _ in bucket}
     left, end = iter(buckets), None
     try:
         for bucket in left:
-            whole = _gathered(engine, bucket, dtype, versions, group)
+            whole = _gathered(engine, bucket, dtype, writes, group)
             for (_, names), tensor in zip(bucket, whole, strict=True) if mine else ():
                 yield from ((name, tensor) for name in names)
             del whole
     except GeneratorExit:
         for bucket in left:
-            _gathered(engine, bucket, dtype, versions, group)
+            _gathered(engine, bucket, dtype, writes, group)
         raise
     except Exception as error:
         end = f"{type(error).__name__}: {error}"
@@ -170,13 +170,13 @@ def _gathered(
     engine: Engine,
     bucket: Bucket,
     dtype: torch.dtype | None,
-    versions: dict[Tensor, int],
+    writes: dict[Tensor, tuple[int, int]],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
     """Gather a bucket's tensors, all under way at once where that is safe, and send them to ``group``."""
     with in_step(engine, "export()", [names[0] for _, names in bucket]):
         for tensor, names in bucket:
-            if tensor._version != versions[tensor]:
+            if compat.writes_to(tensor) != writes[tensor]:
                 raise ParameterChangedError(
                     f"{names[0]!r} was written to while export() gave out the model, whose tensors would be of two "
                     "steps; take all of them before the optimizer's step"

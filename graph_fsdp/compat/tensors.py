@@ -136,6 +136,13 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
         one._spec, other._spec = other._spec, one._spec
 
 
+def writes_to(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return torch's numbers of writes: to the tensor, and to the rank's part of a DTensor, which has one of its own. What
+    was made in inference mode has none."""
+    part = local_part(tensor)
+    return 0 if tensor.is_inference() else tensor._version, 0 if part.is_inference() else part._version
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set what autograd compares to see that what it has saved was written since."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

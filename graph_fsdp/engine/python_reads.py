@@ -51,9 +51,9 @@ class PythonReads:
         self._engine = engine  # a weak proxy
         # Unit, in the order of gathers → whole parameters, connected to the shards, and the placeholders' data before.
         self._whole: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-        # Of the last forward: whether it has a backward, and the units that it read with their shards' versions then.
+        # Of the last forward: whether it has a backward, and the units that it read with the writes to their shards.
         self._grad = False
-        self._units: dict[str, tuple[int, ...]] = {}
+        self._units: dict[str, list[tuple[int, int]]] = {}
         self._programs: dict[tuple[Settings, str, bool, tuple[bool, ...]], Callable[..., Any]] = {}
         self._leaves: dict[str, Any] = {}  # autograd's nodes of placeholders, which live as long as someone has them
         self.versions: dict[str, int] = {}  # of the placeholders that were whole, as they were found
@@ -79,7 +79,7 @@ class PythonReads:
             if any(p.used_like is not None for p in self._members[unit]):
                 return "parameters of the unit are quantized"
             if not self._engine.storage.active and unit not in self._units:
-                self._units[unit] = self._shard_versions(unit)
+                self._units[unit] = self._writes(unit)
             self._gather(unit, name)
         return ""
 
@@ -110,8 +110,8 @@ class PythonReads:
         compat.around_backwards_of_python(tensors_of(outputs), tensors_of(inputs), self._again)
 
         def gather_again(_: Any) -> None:
-            for unit, versions in units.items():
-                if self._shard_versions(unit) != versions:
+            for unit, writes in units.items():
+                if self._writes(unit) != writes:
                     raise ParameterChangedError(
                         f"the shards of unit {unit or 'root'!r} changed (an optimizer's step) between a forward and "
                         "its backward, which reads parameters in code outside of graphs; run backward before"
@@ -160,8 +160,8 @@ class PythonReads:
     def _members(self) -> dict[str, list[ShardedParameter]]:
         return self._engine.unsharded.members
 
-    def _shard_versions(self, unit: str) -> tuple[int, ...]:
-        return tuple(p.shard._version for p in self._members[unit])
+    def _writes(self, unit: str) -> list[tuple[int, int]]:
+        return [compat.writes_to(p.shard) for p in self._members[unit]]
 
     def _gather(self, unit: str, read: str) -> None:
         if self._engine.storage.active and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
@@ -187,7 +187,7 @@ class PythonReads:
                 compat.set_version(p.placeholder, self.versions.setdefault(p.spec.name, p.placeholder._version))
         self._whole[unit] = list(values), empty
         if self._engine.storage.active:
-            self._units[unit] = self._shard_versions(unit)
+            self._units[unit] = self._writes(unit)
 
     def _program(
         self, unit: str, members: list[ShardedParameter], trains: tuple[bool, ...], read: str

@@ -12,7 +12,8 @@
 
 While a unit is whole, its modules hold plain parameters (of tensor-parallel ones, DTensors over these ranks), which the
 model's graphs take; optimizers still hold the shards. A shard that changes, after its gather began, makes the whole
-parameter stale, an error at the next forward.
+parameter stale, an error at the next forward. Changes are what torch counts (``compat.writes_to``), and steps
+(``count_writes``).
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class UnshardedUnits:
         self._for_forward: set[str] = set()  # what only an optimizer gathers, ahead of the next forward
         # Under way, by unit: buckets with the parameters of the unit in them, and whether in the type of the shards.
         self._gathering: dict[str, tuple[list[tuple[Pending, BucketSpec, list[ShardedParameter]]], bool]] = {}
-        self._versions: dict[str, tuple[nn.Parameter, int]] = {}  # the shard, and its writes when a gather began
+        # The shard, and the writes to it when a gather began.
+        self._versions: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
 
     @property
     def sharded(self) -> frozenset[str]:
@@ -195,17 +197,16 @@ class UnshardedUnits:
     def note_versions(self, unit: str) -> None:
         """Take what the shards of a unit hold now for what is gathered."""
         for p in self.members[unit]:
-            # The parameter's counter of writes; that of its memory is the whole storage's.
-            self._versions[p.spec.name] = p.shard, p.shard._version
+            self._versions[p.spec.name] = p.shard, compat.writes_to(p.shard)
 
     def _changed(self, unit: str) -> ShardedParameter | None:
         """Return a parameter of a unit, whole or about to be, whose shard changed after its gather began."""
         if unit not in self.units and unit not in self._gathering:
             return None
-        for p in (p for p in self.members[unit] if p.shard.requires_grad):
-            shard, version = self._versions[p.spec.name]
+        for p in self.members[unit]:
+            shard, writes = self._versions[p.spec.name]
             is_replaced = p.in_modules is not p.registered and unit in self._gathering
-            if is_replaced or p.shard is not shard or p.shard._version != version:
+            if is_replaced or p.shard is not shard or compat.writes_to(p.shard) != writes:
                 return p
         return None
 
