@@ -1,8 +1,8 @@
 """Calls that a compiled model refuses raise one error each, before anything is changed.
 
-Other libraries' functions are not patched: each asks the module something first, and is answered here. torch's own hook
-looks at optimizers' steps, at one parameter of each group; meanwhile lists of DTensors are looked at once
-(``compat/dtensor_lists.py``).
+Other libraries' functions are not patched: each asks the module something first, and is answered here. torch's own
+hooks look at optimizers' steps, at one parameter of each group; meanwhile lists of DTensors are looked at once
+(``compat/dtensor_lists.py``). Behind a step they count it as a write to each shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, CheckpointError, MetaDeviceError, UnsupportedError
-from graph_fsdp.optimizers.groups import parameters_of
+from graph_fsdp.optimizers.groups import count_writes, parameters_of
 from graph_fsdp.parameters.gradient_norm import groups_sharding
 from graph_fsdp.parameters.inputs import tensors_of
 from graph_fsdp.parameters.own_rows import refuse_rows_of_another_rank
@@ -207,8 +207,11 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        compat.end_equal_places()  # where a step has raised, after the next one
+    if torch.compiler.is_compiling() or not isinstance(optimizer, Optimizer):
+        return
+    compat.end_equal_places()  # where a step has raised, after the next one
+    if "_graph_fsdp_stepper" not in vars(optimizer):  # else its step has counted, before it gathered ahead
+        count_writes(parameters_of(optimizer))
 
 
 def _check_state(p: Tensor, state: Any) -> None:

@@ -65,10 +65,10 @@ def distribute_optimizer(
         gather_ahead: so many units, the first in the order of the model's parameters, are stepped first. ``step()``
             then starts to gather them for the next forward, and steps the others meanwhile. They are whole to the end
             of that forward, which saves what its backward reads of them, as activations are. If a shard changes between
-            ``step()`` and the forward, on all ranks, the forward gathers it again; writes through ``.data`` are not
-            seen. An evaluation gives them back. Forwards begin so until another optimizer steps one of the same
-            parameters or is distributed with them, or this one is given here again with another number: 0 ends it. For
-            torch's element-wise classes.
+            ``step()`` and the forward, on all ranks, the forward gathers it again; writes through ``.data`` and by
+            ``torch._foreach_…`` operators are not seen. An evaluation gives them back. Forwards begin so until another
+            optimizer steps one of the same parameters or is distributed with them, or this one is given here again with
+            another number: 0 ends it. For torch's element-wise classes.
         element_wise: True declares that an optimizer of another class treats each element by itself, as Lion does: what
             ``step`` computes of an element depends on that element of the parameter, its gradient and its state, and on
             values of the group or of the whole state, such as a number of steps. A copy tries it on a few numbers.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, optim
+from torch.autograd.graph import increment_version
 
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.parameters.shards import Storage
@@ -35,6 +36,14 @@ def shards_of(parameters: Iterable[Any]) -> list[tuple[Storage, dict[str, Sharde
         for storage in (Storage.installed if wanted else ())
     )
     return [(storage, held) for storage, held in found if held]
+
+
+def count_writes(stepped: Iterable[Any]) -> None:
+    """Count a step as a write to those of its parameters that are shards of compiled models and have gradients: torch
+    counts none where an operator takes many DTensors (``foreach``), or steps them (``fused``)."""
+    if written := [p for p in stepped if p.grad is not None]:
+        shards = {id(p.shard) for storage in Storage.installed for p in storage.parameters.values()}
+        increment_version([p for p in written if id(p) in shards])
 
 
 @contextmanager

@@ -26,13 +26,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.optimizers.exchange import Exchange, MatrixRanks, Work, is_sharding
-from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored, shards_of
+from graph_fsdp.optimizers.groups import NOT_COMPILED, count_writes, parameters_of, restored, shards_of
 from graph_fsdp.runtime.ranks.agreement import RunnableProgram, is_shared
 from graph_fsdp.runtime.ranks.lockstep import Lockstep, lockstep_of
 
@@ -143,7 +142,7 @@ class Owners:
             for lockstep in dict.fromkeys(m.lockstep for m in matrices if m.lockstep is not None):
                 stack.enter_context(lockstep.telling())
             _pipeline([self._travel(bucket) for bucket in buckets_of(matrices)])
-        increment_version([m.p for m in matrices])
+        count_writes(parameters_of(optimizer))
 
     def _find(self, params: Sequence[nn.Parameter]) -> None:
         for storage, found in shards_of(p for p in params if id(p) not in self._known):

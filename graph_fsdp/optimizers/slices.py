@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.optimizers.groups import NOT_COMPILED, parameters_of, restored, shards_of
+from graph_fsdp.optimizers.groups import NOT_COMPILED, count_writes, parameters_of, restored, shards_of
 from graph_fsdp.parameters.inputs import tensors_of
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes.ir.dialect import aligned
@@ -221,6 +221,7 @@ class Slices:
         for p in [p for p in state if id(p) not in inside]:  # what is stepped by itself counts by itself
             others[p] = unshared(state[p]) if id(p) in self._in_runs and p.grad is not None else state[p]
         others.update((run.param, run.state) for in_group in runs for run in in_group if run.state)
+        rest = [[p for p in group["params"] if id(p) not in inside] for group in groups]
 
         def give() -> None:
             for run in chain.from_iterable(runs):
@@ -228,12 +229,12 @@ class Slices:
                 run.state = others.pop(run.param, run.state)
                 run.give(state)
                 increment_version(run.parameters)
+            count_writes(chain.from_iterable(rest))
             state.update(others)
 
         try:
-            with restored(optimizer) as params:
+            with restored(optimizer):
                 optimizer.state = others
-                rest = [[p for p in members if id(p) not in inside] for members in params]
                 self.step_runs(list(map(GroupStep, groups, runs, rest)), own_step)
                 _check_states(type(optimizer).__name__, list(chain.from_iterable(runs)), others)
         finally:
