@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp import CheckpointError, RankDisagreement, checkpoint
-from graph_fsdp.checkpoint import Safetensors, load_full_state_dict, load_safetensors
+from graph_fsdp.checkpoint import Safetensors, load_full_state_dict, load_safetensors, saving
 from graph_fsdp.initialise import safetensors_files
 
 FACTS = Facts(__name__)
@@ -180,6 +181,40 @@ def a_rank_that_has_found_no_checkpoint_is_named_on_all() -> None:
     with pytest.raises(error, match="has found no complete checkpoint in its folder"):
         checkpoint.load(path if dist.get_rank() == 0 else None, model)  # type: ignore[arg-type]
     assert all(torch.equal(value, before[name]) for name, value in parameters_of(model).items())
+
+
+@FACTS
+def a_save_that_failed_in_the_background_is_told_to_all_whichever_rank_has_asked() -> None:
+    folder, model = shared_folder(), graph_fsdp.compile(built(MLP), backend="eager")
+    path = checkpoint.save(folder / "step_1", model).result()
+    for call in (
+        lambda: checkpoint.save(folder / "step_3", model, overwrite=True),
+        lambda: checkpoint.load(path, model),
+        lambda: checkpoint.latest(folder, model),
+    ):
+        with mock.patch.object(saving.folder, "commit", side_effect=OSError("the disk is full")):
+            pending = checkpoint.save(folder / "step_2", model, asynchronous=True)
+            while not pending.done():
+                pass
+        if dist.get_rank() == 0:
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                pending.result()
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            call()
+        call()
+    assert [found.name for found in checkpoint.complete(folder)] == ["step_1", "step_3"]
+
+
+@FACTS
+def a_path_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    folder, model = shared_folder(), graph_fsdp.compile(built(MLP), backend="eager")
+    for wrong, error in ((None, TypeError), ("", ValueError)):
+        path: Any = wrong if dist.get_rank() else folder / "step_1"
+        with pytest.raises(error if dist.get_rank() else CheckpointError, match="path must be the path of a folder"):
+            checkpoint.save(path, model)
+        with pytest.raises(error if dist.get_rank() else CheckpointError, match="folder must be the path of a folder"):
+            checkpoint.latest(path, model)
+    assert not checkpoint.complete(folder)
 
 
 # A state dict that one rank has

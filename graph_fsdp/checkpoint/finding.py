@@ -31,10 +31,12 @@ def latest(folder: AnyPath, model: nn.Module | None = None) -> Path | None:
     if model is None:
         found = complete(folder)
         return found[-1] if found else None
-    check_path("folder", folder)
-    finish_pending()
-    root = Path(os.path.abspath(folder))
-    seen = survey(Ranks.of(model), root, [f"latest of {root}"])
+    ranks = Ranks.of(model)
+    with ranks.agreeing([]):  # an error of an earlier save may be known to one of them
+        check_path("folder", folder)
+        finish_pending()
+        root = Path(os.path.abspath(folder))
+    seen = survey(ranks, root, [f"latest of {root}"])
     sequence, name = seen.disk or (-1, "")
     if seen.generations and seen.generations[-1].sequence > sequence:
         return place_of(root) / seen.generations[-1].name

@@ -90,17 +90,17 @@ def load(
             the message names what differs. Nothing was changed, unless it could not be read a second time.
         TypeError, ValueError: an argument is wrong, such as an optimizer of another model's parameters.
     """
-    if path is not None:
-        check_path("path", path)
-    finish_pending()
     ranks = Ranks.of(model)
-    in_memory, mine = path is not None and is_in_memory(path), f"{RNG}.{ranks.index}"
-    if in_memory:
-        bring_values(ranks, Path(path), mine, verify)
-    facts = [] if in_memory or path is None else [os.path.abspath(path)]
-    with ranks.agreeing(facts):
+    with ranks.agreeing([]):  # an error of an earlier save may be known to one of them
         if path is None:  # on all ranks, or on one whose disk is its own
             raise TypeError(_NO_PATH)
+        check_path("path", path)
+        finish_pending()
+        in_memory, mine = is_in_memory(path), f"{RNG}.{ranks.index}"
+    if in_memory:
+        bring_values(ranks, Path(path), mine, verify)
+    facts = [] if in_memory else [os.path.abspath(path)]
+    with ranks.agreeing(facts):
         check_flags(random_states=random_states, verify=verify)
         check_extra(extra)
         optimizers = optimizers_of(optimizer)

@@ -91,8 +91,8 @@ def save(
             and tensors; of what has a ``state_dict()`` and a ``load_state_dict()``, as a scheduler, that state. The
             first rank's is saved, and all ranks' parts of DTensors.
         asynchronous: copy the values to the CPU's memory, and return while they are written. One save is under way at a
-            time, to disk and to memory each: another such, or a load, first waits for it, and raises its error if
-            ``result()`` has not.
+            time, to disk and to memory each: another such, or a load, first waits for it, and raises its error on all
+            ranks if ``result()`` has not on one.
         keep: once this checkpoint is complete, remove all but so many of the newest, this one included, that graph_fsdp
             has written and whose names differ from this one's in their numbers only.
         overwrite: replace a checkpoint of this name, once the new one is complete.
@@ -108,10 +108,11 @@ def save(
             was there is as before.
         TypeError, ValueError: an argument is wrong; before anything is written.
     """
-    check_path("path", path)
-    finish_pending(memory)
     ranks = Ranks.of(model)
-    final = Path(os.path.abspath(path))
+    with ranks.agreeing([]):  # an error of an earlier save may be known to one of them
+        check_path("path", path)
+        finish_pending(memory)
+        final = Path(os.path.abspath(path))
     facts = [f"keep={keep}", f"overwrite={overwrite}", f"asynchronous={asynchronous}", f"memory={memory}"]
     seen = survey(ranks, final.parent, [str(final), *facts])
     temporary: Path | None = None
