@@ -132,6 +132,19 @@ def test_the_checkpoint_of_another_model(trained: Training, tmp_path: Path) -> N
         load(tmp_path / "b", trained.model, extra={"sampler": 1})
 
 
+def test_a_model_that_cannot_hold_what_is_read(tmp_path: Path) -> None:
+    save(tmp_path / "a", MLP())
+    for weight in (torch.ones(5, 16, device="meta"), torch.ones(5, 16).to_sparse()):
+        model = MLP()
+        before = {name: value.clone() for name, value in model.state_dict().items() if name != "head.weight"}
+        model.head.weight = torch.nn.Parameter(weight)
+        with pytest.raises(
+            CheckpointError, match=r"head\.weight is o[nf] the .*, and cannot be read into; make it a d"
+        ):
+            load(tmp_path / "a", model)
+        assert all(model.state_dict()[name].equal(value) for name, value in before.items())
+
+
 def test_the_checkpoint_of_another_optimizer(trained: Training, tmp_path: Path) -> None:
     trained.save(tmp_path / "a")
     other = torch.optim.SGD(trained.model.parameters(), lr=0.1, momentum=0.9)

@@ -289,6 +289,18 @@ def keys_that_are_missing_are_named_on_all_ranks() -> None:
 
 
 @FACTS
+def tensors_without_values_are_refused_before_anything_is_sent() -> None:
+    model = graph_fsdp.compile(built(MLP, seed=6), backend="eager")
+    before = parameters_of(model)
+    whole = state_of(built(MLP))
+    for wrong in (whole["head.weight"].to("meta"), whole["head.weight"].to_sparse()):
+        state = {**whole, "head.weight": wrong}
+        with pytest.raises(RankDisagreement if dist.get_rank() else TypeError, match=r"head.weight'] is o[nf] the "):
+            load_full_state_dict(model, state if dist.get_rank() == 0 else None)
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(model).items())
+
+
+@FACTS
 def shards_that_another_rank_saved_are_refused() -> None:
     model = graph_fsdp.compile(built(MLP), backend="eager")
     optimizer = torch.optim.Adam(model.parameters())

@@ -104,6 +104,20 @@ def test_a_mapping_that_does_not_fit_changes_nothing_and_a_stream_says_what_it_c
         graph_fsdp.import_(model, iter(without(wrong, "head.bias").items()))
 
 
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_tensors_without_elements_to_copy_are_refused(kind: str) -> None:
+    weight = other(MLP)["head.weight"]
+    wrong = {**other(MLP), "head.weight": weight.to("meta") if kind == "meta" else weight.to_sparse()}
+    model = compiled(MLP)
+    words = rf"tensors\['head.weight'\] is o[nf] the .*{kind}.*; give a dense tensor with values"
+    with pytest.raises(TypeError, match=words) as raised:
+        graph_fsdp.import_(model, wrong)
+    assert "were written" not in str(raised.value)
+    check_exported(list(graph_fsdp.export(model)), built(MLP))
+    with pytest.raises(TypeError, match=rf"{words}.*; 8 tensors were written before it, 'blocks.0.up.w"):
+        graph_fsdp.import_(model, iter(wrong.items()))
+
+
 def test_without_strict_what_does_not_fit_is_returned() -> None:
     model = compiled(MLP)
     state = {"extra": torch.ones(1), **without(other(MLP), "head.bias")}
@@ -161,9 +175,10 @@ def what_is_wrong_on_the_rank_that_sends_is_raised_on_all_and_training_goes_on()
         with pytest.raises(CheckpointError, match=text):
             graph_fsdp.import_(model, make() if dist.get_rank() == 0 else None, rank=0, max_bytes=1)  # type: ignore[operator]
         model(torch.ones(2, 16)).sum().backward()
-    expected = CheckpointError if dist.get_rank() == 0 else RankDisagreement
-    with pytest.raises(expected, match="size mismatch for head"):
-        graph_fsdp.import_(model, wrong if dist.get_rank() == 0 else None, rank=0)
+    on_meta = {**other(MLP), "head.bias": torch.ones(5, device="meta")}
+    for given, error, text in ((wrong, CheckpointError, "size mismatch for head"), (on_meta, TypeError, "meta device")):
+        with pytest.raises(error if dist.get_rank() == 0 else RankDisagreement, match=text):
+            graph_fsdp.import_(model, given if dist.get_rank() == 0 else None, rank=0)
     graph_fsdp.import_(model, other(MLP) if dist.get_rank() == 0 else None, rank=0)
     check_imported(model, MLP)
 

@@ -14,14 +14,14 @@ from launch import run_ranks
 from models import CASES, CLASSES, MLP, WIDTH, Batch, UnevenBlock, loss_of
 from reference import parameters_of, rows_of, whole
 from test_meta import Shift, built, initialised, on_meta
-from test_meta_errors import with_norm
+from test_meta_errors import unchanged, with_norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
-from graph_fsdp import MetaDeviceError, RankDisagreement
+from graph_fsdp import MetaDeviceError, RankDisagreement, UnsupportedError
 
 FACTS = Facts(__name__)
 SEED = 5
@@ -223,6 +223,14 @@ def a_rank_on_the_meta_device_without_sync_module_states() -> None:
     graph_fsdp.compile(model, backend="eager", sync_module_states=True)  # nothing is left of the failure
     expected = dict(built(MLP).named_parameters())
     assert all(torch.equal(value, expected[name]) for name, value in parameters_of(model).items())
+
+
+@FACTS
+def a_sparse_buffer_with_sync_module_states() -> None:
+    model = MLP()
+    model.register_buffer("mask", torch.eye(2).to_sparse())
+    with unchanged(model), pytest.raises(UnsupportedError, match=r"buffer 'mask' is of the layout .*; make it dense"):
+        graph_fsdp.compile(model, backend="eager", sync_module_states=True)
 
 
 @FACTS

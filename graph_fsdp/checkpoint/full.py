@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from graph_fsdp.checkpoint.together import mesh_of_all
 from graph_fsdp.initialise.initial_values import agreeing_on_values, checkpoint_facts
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
-from graph_fsdp.initialise.state_keys import IncompatibleKeys, Rename, match_keys
+from graph_fsdp.initialise.state_keys import IncompatibleKeys, Rename, check_whole, match_keys
 from graph_fsdp.passes.ir.settings import check_flags
 from graph_fsdp.report.report import engine_of
 
@@ -47,6 +47,7 @@ def load_full_state_dict(
 
     Raises:
         CheckpointError: on rank 0, before anything is written: the keys or shapes do not fit the model.
+        TypeError: likewise: it is no dict of whole tensors, or one is on the meta device or sparse.
         RankDisagreement: the same, on the other ranks.
         ValueError: the default process group has ranks that hold nothing of the model.
     """
@@ -79,12 +80,8 @@ def _fitting(
     that torch.distributed.checkpoint knows of a module that is registered twice."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict of whole tensors on rank 0, got {type(state_dict).__name__}")
-    wrong = next((key for key, value in state_dict.items() if type(value) not in (Tensor, nn.Parameter)), None)
-    if wrong is not None:
-        raise TypeError(
-            f"state_dict[{wrong!r}] is {type(state_dict[wrong]).__name__}, and not a whole tensor; give one, of a "
-            "DTensor its full_tensor()"
-        )
+    for key, value in state_dict.items():
+        check_whole("state_dict", key, value, subclasses=False)
     shapes = {key: value.shape for key, value in state_dict.items()}
     matched = match_keys(model, shapes, strict=strict, where="a state dict")
     last_first = reversed(model.state_dict(keep_vars=True).items())

@@ -23,7 +23,7 @@ from graph_fsdp import compat
 from graph_fsdp.checkpoint.together import check_rank, in_step, meet, mesh_of_all
 from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.initialise.initial_values import agreeing_on_values
-from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, size_mismatch
+from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, check_whole, size_mismatch
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.placements import part_of_rank
 from graph_fsdp.passes.ir.canonical_form import digest
@@ -67,8 +67,9 @@ def import_(
         What ``load_state_dict`` returns: with ``strict=False``, what was not written.
 
     Raises:
-        CheckpointError: a name, shape or dtype does not fit, names are missing, or the iterator raised; says what was
-            written before, of a mapping nothing. With ``rank=`` and an iterator, on every rank.
+        CheckpointError, TypeError: a name, shape or dtype does not fit, a tensor is on the meta device, sparse or a
+            DTensor, names are missing, or the iterator raised; says what was written before, of a mapping nothing. With
+            ``rank=`` and an iterator, on every rank.
         TypeError, ValueError, UnsupportedError, RuntimeError: an argument or the model does not fit; before anything is
             changed.
         RankDisagreement: ranks gave different arguments, or tensors of different names; or one of the above was raised
@@ -140,11 +141,7 @@ class _Written:
                 raise TypeError(f"tensors must give pairs of a name and a tensor, got {type(item).__name__}")
             name, tensor = item
             target = self.targets.get(name)
-            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-                raise TypeError(
-                    f"tensors[{name!r}] is {type(tensor).__name__}, and not a whole tensor; give one, of a DTensor its "
-                    "full_tensor()"
-                )
+            check_whole("tensors", name, tensor, subclasses=True)
             if target is None:
                 unexpected.append(name)
             elif problem := size_mismatch(name, tensor.shape, target):

@@ -24,7 +24,7 @@ from graph_fsdp.checkpoint.checksums import Extent, Written, by_file
 from graph_fsdp.checkpoint.folder import METADATA, Header
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
-from graph_fsdp.initialise.state_keys import size_mismatch
+from graph_fsdp.initialise.state_keys import not_copied, size_mismatch
 from graph_fsdp.passes.ir.settings import check_path
 
 Entries: TypeAlias = "Mapping[str, TensorStorageMetadata | BytesStorageMetadata]"
@@ -71,6 +71,8 @@ def unfit(name: str, entry: TensorStorageMetadata, value: Tensor) -> str | None:
     same_kind = (saved.is_floating_point, saved.is_complex) == (value.is_floating_point(), value.is_complex())
     if problem is None and not same_kind:
         return f"{name}: {saved} in the checkpoint cannot be loaded into {value.dtype}"
+    if problem is None and (lacking := not_copied(value)):
+        return f"{name} is {lacking}, and cannot be read into; make it a dense tensor with memory first"
     return problem
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
-from graph_fsdp.errors import MetaDeviceError
+from graph_fsdp.errors import MetaDeviceError, UnsupportedError
 from graph_fsdp.initialise.materialise import ParamInitFn, Piece, find_pieces, materialise, tensor_names
 from graph_fsdp.initialise.safetensors_files import SafetensorsFiles
 from graph_fsdp.initialise.state_keys import Matched
@@ -76,6 +76,12 @@ def initial_values(
                     f"sync_module_states=True gives parameters with meshes of their own the values of the first rank "
                     f"of each, and {name} is on the meta device; build the model with values on all ranks"
                 )
+            for tensor, name in names.items() if mesh is not None else ():
+                if tensor.layout is not torch.strided:
+                    raise UnsupportedError(
+                        f"sync_module_states=True sends values as bytes, and {name} is of the layout {tensor.layout}; "
+                        "make it dense, or leave sync_module_states out and give it the same values on all ranks"
+                    )
             if mesh is not None:
                 steps = [functools.partial(_receive, tensor, mesh, device) for tensor in names]
         elif name is not None:

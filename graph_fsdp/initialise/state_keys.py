@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import CheckpointError
 
@@ -96,6 +98,26 @@ def size_mismatch(name: str, shape: Sequence[int], value: Tensor) -> str | None:
         f"size mismatch for {name}: copying a param with shape {list(shape)} from checkpoint, the shape in current "
         f"model is {list(value.shape)}."
     )
+
+
+def check_whole(argument: str, key: str, value: object, *, subclasses: bool) -> None:
+    """Raise TypeError if what a user gives as ``argument[key]`` is no whole tensor that can be copied. ``subclasses``:
+    tensors of other classes than torch's are taken too."""
+    taken = isinstance(value, Tensor) if subclasses else type(value) in (Tensor, nn.Parameter)
+    if not taken or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        problem = f"{type(value).__name__}, and not a whole tensor; give one, of a DTensor its full_tensor()"
+    elif lacking := not_copied(value):
+        problem = f"{lacking}; give a dense tensor with values, of a sparse one its to_dense(), or leave the key out"
+    else:
+        return
+    raise TypeError(f"{argument}[{key!r}] is {problem}")
+
+
+def not_copied(tensor: Tensor) -> str | None:
+    """Return what a tensor is whose elements cannot be copied, from it or into it; None where they can."""
+    if tensor.is_meta:
+        return "on the meta device"
+    return None if tensor.layout is torch.strided else f"of the layout {tensor.layout}"
 
 
 def listed(names: Sequence[object]) -> str:
