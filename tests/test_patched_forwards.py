@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import graph_fsdp
+from graph_fsdp.engine.dynamo import apart
 
 
 class Inner(nn.Module):
@@ -140,7 +141,8 @@ def test_a_model_in_pieces_follows_a_patch(patched: type[nn.Module]) -> None:
     before = len(causes(model))
     with mock.patch.object(patched, "forward", PATCHES[patched]):
         assert_same_steps(model, plain)
-    assert causes(model)[before] == f"another forward was set on {patched.__qualname__}"
+    if apart(fullgraph=False):  # before torch 2.13 Dynamo knows the pieces of the other graph, and names its guards
+        assert causes(model)[before] == f"another forward was set on {patched.__qualname__}"
     after = len(causes(model))
     assert_same_steps(model, plain)
     assert len(causes(model)) == after

@@ -137,8 +137,8 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def writes_to(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return torch's numbers of writes: to the tensor, and to the rank's part of a DTensor, which has one of its own. What
-    was made in inference mode has none."""
+    """Return torch's numbers of writes: to the tensor, and to the rank's part of a DTensor, which has one of its own.
+    What was made in inference mode has none."""
     part = local_part(tensor)
     return 0 if tensor.is_inference() else tensor._version, 0 if part.is_inference() else part._version
 

@@ -83,14 +83,16 @@ class Entered:
             cls._lock.release()
 
 
-@torch.compiler.assume_constant_result
-def _in_this_thread() -> bool:
+def _thread_is_here() -> bool:
     return Entered.thread == threading.get_ident()
+
+
+_in_this_thread: Any = torch.compiler.assume_constant_result(_thread_is_here)  # of a trace: it is that of the trace
 
 
 def runs(engine: int) -> bool:
     """Say whether code of this engine's model runs, or is traced, in this thread. Dynamo traces this."""
-    return Entered.engine == engine and _in_this_thread()
+    return Entered.engine == engine and bool(_in_this_thread())
 
 
 def name_of_code() -> str:
