@@ -32,6 +32,7 @@ from graph_fsdp.passes.transforms.activation_checkpointing import with_torchs_bu
 from graph_fsdp.passes.transforms.edits import put_inputs_first
 from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
 from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded, unify_sizes
+from graph_fsdp.passes.transforms.recompute import settle_gathers
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime.regions.regions import Step
 from graph_fsdp.runtime.withheld_gradients import find_absent
@@ -136,8 +137,9 @@ class AotTrace:
     def partitioned(
         self, joint: Graph, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Divide a joint graph, which stays, but for what nothing reads."""
+        """Divide a joint graph, which stays, but for tags and what nothing reads."""
         unify_sizes(joint)
+        settle_gathers(joint, self.context)
         module, graph = joint.module, joint.fx_graph
         with (
             compat.activation_memory_budget(joint.activation_memory_budget),

@@ -7,10 +7,11 @@ The pass writes the tags that ``torch.utils.checkpoint`` leaves under torch.comp
   of it.
 - ``"selective"``, or a collection of operators: likewise, but the results of these operators are saved.
 - a number: the partitioner chooses, within this part of the memory between saving inputs only (0) and what it saves by
-  itself (1). What goes between units, random numbers, and what reads a bucket that no gradient needs is saved.
+  itself (1). What goes between units and random numbers are saved.
 
-Tags follow from the traced graph alone, and the partitioner's choice may not decide what backward gathers: ranks do
-alike. Reasons: *Activation checkpointing* and *Memory budget of activations* in docs/decisions/memory.md.
+Tags follow from the traced graph alone, and the partitioner's choice does not decide what backward gathers
+(``recompute.py``): ranks do alike. Reasons: *Activation checkpointing* and *Memory budget of activations* in
+docs/decisions/memory.md.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ class CheckpointActivations(GraphPass):
 def _within_budget(budget: float, joint: _Joint) -> str:
     joint.graph.activation_memory_budget = max(float(budget), _SMALLEST_BUDGET)
     random = [node for node in joint.graph.nodes if node in joint.forward and is_random(node)]
-    kept = [*joint.borders(), *random, *joint.readers_of_unneeded_buckets()]
-    kept = [node for node in dict.fromkeys(kept) if "recompute" not in node.meta]  # by torch.utils.checkpoint
+    found = dict.fromkeys([*joint.borders(), *random])
+    kept = [node for node in found if "recompute" not in node.meta]  # by torch.utils.checkpoint
     for node in kept:
         save(node)
     return f"the partitioner chooses within {budget:g} of the activations; {len(kept)} nodes not recomputed"
@@ -254,17 +255,6 @@ class _Joint:
                 if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
                     found.append(node)
         return found
-
-    def readers_of_unneeded_buckets(self) -> list[fx.Node]:
-        """Find what reads parameters of buckets of which no gradient reads any."""
-        of, read = dict[fx.Node, set[str]](), dict[fx.Node, set[str]]()  # buckets that a parameter is of, a node reads
-        for node in self.graph.fx_graph.nodes:
-            read[node] = {bucket for source in node.all_input_nodes for bucket in of.get(source, ())}
-            if node in self.of_parameters:
-                of[node] = {node.meta["fsdp"].bucket} if has_role(node, Role.GATHER) else read[node]
-        needed = {bucket for node in self.of_gradients for bucket in read[node]}
-        others = self.forward - self.of_parameters
-        return [node for node, buckets in read.items() if node in others and not buckets <= needed]
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -3,19 +3,23 @@
 Gathers, and what is cheap and computed from parameters alone (views, casts, pointwise operators), are tagged
 MUST_RECOMPUTE, as the partitioner would save every full parameter. The reshard pass decides per bucket what is kept.
 What backward needs of the results of a ``torch.utils.checkpoint`` region is saved (docs/decisions/memory.md).
+
+Which buckets backward gathers is then no choice of the partitioner, which looks at sizes (``settle_gathers``).
 """
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
-from graph_fsdp.compat import CheckpointPolicy
+from graph_fsdp.compat import CheckpointPolicy, inputs_of
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.context import GraphPass, PassContext
-from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap, is_random
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
@@ -50,7 +54,8 @@ class TagRecompute(GraphPass):
             return is_cheap(node) or (node in restored and dequantizes)
 
         constants = _constants(graph) if restored else set[fx.Node]()
-        tagged = computed_of(graph.nodes, (sources | constants).__contains__, is_recomputed)
+        sizes = {node for node in graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)}  # as numbers are
+        tagged = computed_of(graph.nodes, (sources | constants | sizes).__contains__, is_recomputed) - sizes
         tagged -= (constants - sources) - ancestors(tagged & restored)
         for node in tagged:
             if node.op == "get_attr":
@@ -59,8 +64,7 @@ class TagRecompute(GraphPass):
             node.meta["ac_graph_id"] = _REGION_ID
         for node in once:  # a few numbers, for which ranks would communicate again
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        policies = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-        checkpointed = [n for n in graph.fx_graph.nodes if n.meta.get("recompute") in policies and n not in tagged]
+        checkpointed = [n for n in graph.fx_graph.nodes if _is_recomputed(n) and n not in tagged]
         graph.recomputes_activations = bool(checkpointed)
         for node in _results(checkpointed, graph, context):
             save(node)
@@ -97,6 +101,46 @@ def _results(checkpointed: list[fx.Node], graph: Graph, context: PassContext) ->
         return any(reader in forward and reader.meta.get("ac_graph_id") != region for reader in readers)
 
     return [node for node in checkpointed if node.target is not operator.getitem and leaves(node)]
+
+
+def settle_gathers(joint: Graph, context: PassContext) -> None:
+    """Tag what reads parameters, behind all passes, so that the partitioner does not choose which buckets backward
+    gathers: it goes by sizes, and ranks have sizes of their own. Linear but for the buckets that a node reads.
+
+    Where nothing but forward reads a bucket, that is not computed again. What is computed for gradients alone, of
+    activations and of a bucket that no gradient reads, is computed in backward.
+    """
+    forward = forward_nodes(joint, context)
+    gradients = reached_from(joint, joint.with_role(Role.TANGENT))
+    for_sure = _buckets_read(joint, _is_recomputed)
+    gathered = {bucket for node in gradients for bucket in for_sure[node]}
+    read = _buckets_read(joint, lambda node: _is_recomputed(node) or (node not in forward and node not in gradients))
+    needed = {bucket for node, buckets in read.items() if node not in forward for bucket in buckets}
+    for node, buckets in read.items():
+        if node.op != "call_function" or "recompute" in node.meta or node in gradients:
+            continue
+        if node in forward:
+            if not buckets <= needed:
+                save(node)
+        elif not buckets <= gathered:
+            tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+            node.meta["ac_graph_id"] = math.nan  # of no region: torch 2.9 asks whether one comes after another
+
+
+def _buckets_read(graph: Graph, carries: Callable[[fx.Node], bool]) -> dict[fx.Node, set[str]]:
+    """Return of each node the buckets of which it reads parameters, or what nodes that ``carries`` compute of them."""
+    read, carried = dict[fx.Node, set[str]](), dict[fx.Node, set[str]]()
+    for node in graph.fx_graph.nodes:
+        read[node] = {bucket for source in inputs_of(node) for bucket in carried.get(source, ())}
+        if has_role(node, Role.GATHER):
+            carried[node] = {node.meta["fsdp"].bucket}
+        elif read[node] and carries(node):
+            carried[node] = read[node]
+    return read
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def forward_nodes(graph: Graph, context: PassContext) -> set[fx.Node]:
