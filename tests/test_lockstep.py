@@ -5,6 +5,7 @@ What leaves ranks in different places of their process group is followed by a ne
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -216,6 +217,78 @@ def training_on_one_rank_and_evaluating_on_the_other() -> None:
             model(batch(0), "a")
 
     disagree(run, "the inference graph of model", "the forward graph of model", "train or evaluate together")
+
+
+# What needs no other rank
+
+
+def compilations(model: nn.Module) -> list[int]:
+    """How often each rank has waited for others to compile: they find each other by it."""
+    counts = [0, 0]
+    dist.all_gather_object(counts, lockstep(model)._compiled)
+    return counts
+
+
+@FACTS
+def a_rank_alone_runs_a_model_that_is_whole() -> None:
+    for before in (0, 2):
+        for me in range(2):
+            model, reference = branching()
+            for _ in range(before):
+                step(model, "a")
+            copies = [copy.deepcopy(model) for _ in range(2)]
+            for whole in (copies[1], model):
+                with graph_fsdp.unsharded(whole), torch.no_grad():
+                    if rank() == me:
+                        for branch in "ab":
+                            torch.testing.assert_close(whole(batch(0), branch), reference(batch(0), branch))
+                    dist.barrier()
+                    whole(batch(rank()), "b")  # which a rank has compiled
+            for each in (copies[0], model, copies[1]):
+                for branch in "ab":
+                    step(each, branch)
+            with graph_fsdp.unsharded(model):
+                step(model, "a")  # reduces
+            assert [engine_of(each).schedules.index.partition(".")[2] for each in copies] == ["0", "1"]
+            counts = compilations(model)
+            assert counts[0] == counts[1]
+
+
+@FACTS
+def a_rank_alone_runs_a_unit_that_is_whole() -> None:
+    for frozen in (False, True):
+        model, _ = branching()
+        model.requires_grad_(not frozen)
+        with graph_fsdp.unsharded(model.stem):
+            if rank() == 0:
+                with torch.set_grad_enabled(frozen):
+                    model.stem(batch(0))
+            dist.barrier()
+        with torch.no_grad():
+            model(batch(0), "a")
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        return torch.relu(x) if skips else self.layer(x)
+
+
+@FACTS
+def graphs_without_collectives_are_compared_where_ranks_come_together() -> None:
+    model = graph_fsdp.compile(Skipping(), backend="eager")
+    with graph_fsdp.unsharded(model), torch.no_grad():
+        if rank() == 0:
+            model(batch(0), False)
+        dist.barrier()
+    for skips in (True, False):
+        with torch.no_grad():
+            model(batch(0), skips)
+    counts = compilations(model)
+    assert counts[0] == counts[1]
 
 
 # One rank does what is predicted, and waits in its first collective: rank 0 each time. At its end a process waits for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import graph_fsdp
 from graph_fsdp import MonitorRecord, compat
+from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime.observe import Clock
 
 FACTS = Facts(__name__)
@@ -144,6 +146,23 @@ def where_one_rank_alone_is_watched_nothing_waits() -> None:
         assert watch.last is not None and watch.last.step == 4
         assert watch.last.exposed_seconds is not None and watch.last.straggler_factor is None
         assert watch.last.gradient_norm is None, "a part of the gradients is on the other rank"
+
+
+@FACTS
+def a_copy_is_known_by_its_number_whoever_is_watched() -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    average, teacher = copy.deepcopy(model), copy.deepcopy(model)
+    watch = graph_fsdp.monitor(teacher, every=1, line=False) if dist.get_rank() == 0 else None
+    for each in (model, average, teacher):
+        each(torch.ones(2, 16)).sum().backward()
+    assert [engine_of(each).schedules.index.partition(".")[2] for each in (average, teacher)] == ["0", "1"]
+    if watch is not None:
+        watch.close()
+    another, records = copy.deepcopy(model), list[MonitorRecord]()
+    with ticking(1.0 + 2 * dist.get_rank()):
+        trained(another, records, 5, every=2)
+    if dist.get_rank() == 0:
+        assert records[0].straggler_rank == 1
 
 
 @FACTS

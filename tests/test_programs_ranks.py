@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from typing import TypeAlias
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from facts import Facts, shared_folder
 from models import MLP, WIDTH
-from torch import Tensor
+from torch import Tensor, nn
 
 import graph_fsdp
-from graph_fsdp.report.report import GraphReport
+from graph_fsdp.engine import engine
+from graph_fsdp.passes import default_pipeline
+from graph_fsdp.report.report import GraphReport, engine_of
 from graph_fsdp.runtime.ranks import agreement
 
 FACTS = Facts(__name__)
@@ -68,6 +71,31 @@ def either_rank_may_find_a_program_that_the_other_has_not() -> None:
         warm = start(mine if dist.get_rank() == has else False)
         assert found(warm[2]) == (dist.get_rank() == has)
         check_same(cold, warm)
+
+
+@FACTS
+def a_program_of_another_plan_is_made_again_and_announced_once() -> None:
+    folder, counts, texts = shared_folder(), [0, 0], list[list[str]]()
+    for rows in ((8, 4096), (16384, 4096)):  # those of the first rank decide what is kept from forward to backward
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
+        model = graph_fsdp.compile(
+            nn.Sequential(*layers),
+            backend="eager",
+            programs=folder,
+            dynamic=False,
+            auto_wrap_policy={nn.Linear},
+            passes=default_pipeline(hardware="h100"),
+        )
+        with mock.patch.object(engine.log, "info") as log:
+            model(torch.ones(rows[dist.get_rank()], 256)).sum().backward()
+        texts.append([call.args[0] for call in log.call_args_list])
+        lockstep = engine_of(model).schedules.lockstep
+        assert lockstep is not None
+        dist.all_gather_object(counts, lockstep._compiled)
+        assert counts[0] == counts[1]
+    assert ("the ranks have another plan for graph %d" in texts[1]) == (dist.get_rank() == 1)
 
 
 @FACTS

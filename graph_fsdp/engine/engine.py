@@ -293,7 +293,7 @@ class Engine:
         self._shape_envs.add(compat.current_fake_mode().shape_env)
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
-        first_graph = self.kept_programs.first_graph()
+        first_graph = self.kept_programs.first_graph(key.settings, parameters.values())
         try:
             with failures_saved(self), collector_paused(), compat.without_dispatch_modes(), first_graph:
                 self.pipeline.run([Graph(module, "capture")], context)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from graph_fsdp.passes.context import as_compared
 from graph_fsdp.passes.ir.agreed_order import COMMUNICATES
 from graph_fsdp.passes.ir.dialect import STARTS, reduce_payloads
 from graph_fsdp.passes.ir.operands import arguments
+from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.runtime.comm.collectives import Pending
 from graph_fsdp.runtime.ranks import agreement
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, agree, is_shared, publish, receive
@@ -27,6 +28,7 @@ from graph_fsdp.runtime.ranks.lockstep import Runnable, lockstep_of
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
+    from graph_fsdp.parameters.sharded import ShardedParameter
 
 
 class OtherPlan(BaseException):  # AOTAutograd retells every Exception as one of its own
@@ -40,6 +42,8 @@ def nothing() -> None:
     """Do nothing: the ``Made`` of graphs that are not kept."""
 
 
+_COMMUNICATION = (*COMMUNICATES, *STARTS, reduce_payloads)  # before the passes, and after them
+
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles or plans by itself.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
 
@@ -51,7 +55,7 @@ class Schedules:
     def __init__(self, engine: Engine, ranks: tuple[int, ...], name: str) -> None:
         self._engine, self.ranks, self.name = engine, ranks, name
         self._numbers = _numbers(_models_of_ranks[ranks])  # of the model, among those of these ranks, and of its copies
-        self._index = next(self._numbers)
+        self.index = next(self._numbers)  # by which the ranks know the model; "" of a copy that they do not know yet
         self.lockstep = lockstep_of(ranks) if is_shared(ranks) else None
         self._timeout = agreement.TIMEOUT_SECONDS
         if self.lockstep is not None:
@@ -65,20 +69,14 @@ class Schedules:
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
         self._agreements = 0
         self._facts_agreed = False
-        self.is_announced = False  # that this rank compiles a graph, which it has not scheduled yet
+        self.is_announced = False  # that this rank compiles a graph, on which the ranks have not agreed yet
 
     def be_of_a_copy(self, model: Schedules) -> None:
-        """Have the model be known to the ranks as a copy of another ``model``. It takes its number when the ranks need
-        it first: one rank may copy by itself, and all other models and copies have the same numbers on all ranks."""
+        """Have the model be known to the ranks as a copy of another ``model``. It takes its number when the ranks meet:
+        one rank may copy by itself, and all other models and copies have the same numbers on all ranks."""
         if self.lockstep is not None:
             _models_of_ranks[self.ranks] -= 1
-        self._numbers, self._index = model._numbers, ""
-
-    @property
-    def index(self) -> str:
-        """Return the number by which the ranks know the model; they ask for it in the same order."""
-        self._index = self._index or next(self._numbers)
-        return self._index
+        self._numbers, self.index = model._numbers, ""
 
     @property
     def is_first(self) -> bool:
@@ -92,6 +90,7 @@ class Schedules:
             return False
         self.lockstep.compiling()
         self.is_announced = True
+        self.index = self.index or next(self._numbers)
         agree(f"model{self.index}", _facts(self._engine), self.ranks, self._timeout, self.lockstep.check_refused)
         self._facts_agreed = True
         return True
@@ -123,14 +122,15 @@ class Schedules:
         shared = self.lockstep is not None
         passes = passes or self._engine.pipeline.run
         refused = self.lockstep.check_refused if self.lockstep is not None else None
-        self.meet()
-        if self._may_be_alone and not any(graph.calls_of(COMMUNICATES) for graph in graphs):
+        if self._may_be_alone(context.settings) and not any(graph.calls_of(_COMMUNICATION) for graph in graphs):
             self.plans.setdefault(kind, Plan())
-        if self.lockstep is not None and kind not in self.plans:
-            self.lockstep.compiling(again=self.is_announced)
-        self.is_announced = False
+        else:
+            self.meet()
         plan, key = self.plans.get(kind), f"model{self.index}/plan{self._plans_made}"
         is_new, failed = plan is None, False
+        if self.lockstep is not None and is_new:
+            self.lockstep.compiling(again=self.is_announced)
+        is_announced, self.is_announced = self.is_announced or is_new, False
         if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
             self._plans_made += 1
             if not self.is_first:
@@ -142,7 +142,7 @@ class Schedules:
             passes(graphs, context)
         except OtherPlan:
             assert plan is not None
-            self.plans[kind] = plan  # which is received once
+            self.plans[kind], self.is_announced = plan, is_announced  # what is received and announced once
             raise
         except Exception:
             if is_new and self.is_first and shared:
@@ -156,21 +156,20 @@ class Schedules:
         if is_new and self.is_first and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
         made()
-        self.agree(graphs, context, is_compiling=is_new)
+        self.agree(graphs, context, is_announced=is_announced)
         self.plans[kind] = plan
 
-    def agree(self, graphs: list[Graph], context: PassContext, *, is_compiling: bool = False) -> None:
+    def agree(self, graphs: list[Graph], context: PassContext, *, is_announced: bool = False) -> None:
         """Agree with the other ranks on the collectives of graphs, if there was no agreement on the same before.
-        ``is_compiling``: the ranks know that this one compiles."""
+        ``is_announced``: the ranks know that this one compiles."""
         fingerprint = tuple(_fingerprint(graphs, self._engine.pipeline, context))
-        is_alone = self._may_be_alone and not fingerprint
+        is_alone = self._may_be_alone(context.settings) and not fingerprint
         if self.lockstep is not None and not is_alone and fingerprint not in self._agreed:
-            if not is_compiling:
-                self.lockstep.compiling()
+            self.lockstep.compiling(again=is_announced)
             self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
             key = f"model{self.index}/collectives{self._agreements}"
             agree(key, fingerprint, self.ranks, self._timeout, self.lockstep.check_refused)
-        self._agreed.add(fingerprint)
+            self._agreed.add(fingerprint)
         if self.lockstep is not None:
             self.lockstep.compiled()
 
@@ -205,15 +204,22 @@ class Schedules:
             return contextlib.nullcontext()
         return raised_instead(lambda error: lockstep.failed_outside(error, f"{method} of {self._model}"))
 
-    @property
-    def _may_be_alone(self) -> bool:
-        """Say whether a graph without collectives may be a piece of the model that this rank alone has, as Python code
-        between pieces may differ by rank."""
-        return not self._engine.fullgraph
+    def is_alone(self, settings: Settings, parameters: Iterable[ShardedParameter]) -> bool:
+        """Say whether a graph of these parameters may be one that this rank alone has: none is gathered or has a
+        gradient."""
+        has_gradients = torch.is_grad_enabled()
+        return self._may_be_alone(settings) and not any(
+            p.spec.unit not in settings.unsharded or (has_gradients and p.shard.requires_grad) for p in parameters
+        )
+
+    def _may_be_alone(self, settings: Settings) -> bool:
+        """Say whether a graph without collectives may be one that this rank alone has: a piece of the model, as Python
+        code between pieces may differ by rank, or a forward of parameters that are whole on each rank."""
+        return not self._engine.fullgraph or bool(settings.unsharded)
 
     @property
     def _model(self) -> str:
-        return f"model {self._index or 'that is a copy'} ({self.name})"
+        return f"model {self.index or 'that is a copy'} ({self.name})"
 
 
 def _numbers(number: int) -> Iterator[str]:

@@ -8,8 +8,9 @@ another key, with none, or with a program of its own waits for nothing. Who make
 
 Nothing is decided by what was sent: ranks agree on the order of collectives as they do on what each has made. What the
 first rank raises ends the wait: the others then trace, and raise what they find themselves. Only a first graph is
-shared, and only in the first attempt to compile it, as no rank knows which graphs others compile later. All read from
-one store, so a mesh of more than ``MOST_RANKS`` ranks shares nothing.
+shared, and only in the first attempt to compile it, as no rank knows which graphs others compile later; a graph that a
+rank may have alone is not the first one. All read from one store, so a mesh of more than ``MOST_RANKS`` ranks shares
+nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import contextlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.ranks import Schedules
+    from graph_fsdp.parameters.sharded import ShardedParameter
+    from graph_fsdp.passes.ir.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +45,17 @@ class SharedProgram:
         self._may_take = False
 
     @contextlib.contextmanager
-    def first_graph(self) -> Iterator[None]:
-        """Compile a graph in the block. If it is the model's first, other ranks wait for this one no longer than until
-        the block ends."""
+    def first_graph(self, settings: Settings, parameters: Collection[ShardedParameter]) -> Iterator[None]:
+        """Compile a graph of these parameters in the block. If it is the first that the model's ranks have together,
+        others wait for this one no longer than until the block ends."""
+        schedules = self._schedules
         try:
-            if self._schedules.meet() and len(self._schedules.ranks) <= MOST_RANKS:
-                self._owed = [_KEY, _PROGRAM] if self._schedules.is_first else []
-                self._may_take = not self._schedules.is_first
+            if not schedules.is_alone(settings, parameters) and schedules.meet() and len(schedules.ranks) <= MOST_RANKS:
+                self._owed = [_KEY, _PROGRAM] if schedules.is_first else []
+                self._may_take = not schedules.is_first
             yield
         finally:
-            self._may_take = self._schedules.is_announced = False
+            self._may_take = schedules.is_announced = False
             with contextlib.suppress(RuntimeError):  # the store is gone, as is what the others wait for
                 for message in tuple(self._owed):
                     self._tell(message, None)

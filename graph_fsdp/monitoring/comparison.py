@@ -34,21 +34,25 @@ class Measured:
 
 
 class Comparison:
-    """Carries the measurements of ``ranks``, in the order of the mesh; the first of them reads. ``name``: one that all
-    ranks give this comparison and no other."""
+    """Carries the measurements of ``ranks``, in the order of the mesh; the first of them reads. Nothing is published
+    before ``begin``."""
 
-    def __init__(self, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.is_shared = tuple(ranks), is_shared(ranks)
         self.me = dist.get_rank() if self.is_shared else self.ranks[0]
         self.is_first = self.me == self.ranks[0]
         self._store = compat.clone_store(compat.default_store()) if self.is_shared else None
-        self._prefix = prefix_of(ranks, name)
+        self.name = ""
+
+    def begin(self, name: str) -> None:
+        """Begin under a ``name`` that all ranks give this comparison and no other."""
+        self.name = name
         if self._store is not None and self.is_first:
             self._store.set(self._reader, "")
 
     def publish(self, step: int, mine: Measured) -> None:
         """Publish what this rank has measured of ``step``."""
-        if self._store is not None and not self.is_first:
+        if self._store is not None and self.name and not self.is_first:
             with contextlib.suppress(RuntimeError):  # the store is gone: the training has an error of its own
                 if self._store.check([self._reader]):
                     compat.append(self._store, self._key(step), f"{json.dumps(astuple(mine))}\n")
@@ -79,10 +83,10 @@ class Comparison:
 
     @property
     def _reader(self) -> str:
-        return f"{self._prefix}/reader"
+        return f"{prefix_of(self.ranks, self.name)}/reader"
 
     def _key(self, step: int) -> str:
-        return f"{self._prefix}/{step}"
+        return f"{prefix_of(self.ranks, self.name)}/{step}"
 
 
 def straggler(measured: Sequence[Measured]) -> tuple[float | None, int | None]:

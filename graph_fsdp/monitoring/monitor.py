@@ -107,7 +107,7 @@ def monitor(
     if tokens is not None and not callable(tokens):
         raise TypeError(f"tokens must be a function of (args, kwargs), or None, got {tokens!r}")
     outputs = checked(to, path, port, host)
-    comparison = Comparison(engine.schedules.ranks, _name_of(engine))
+    comparison = Comparison(engine.schedules.ranks)
     name = engine.schedules.name
     found: list[Output] = []
     if _reports(model, comparison):
@@ -125,14 +125,6 @@ def _reports(model: nn.Module, comparison: Comparison) -> bool:
     return comparison.me == min([comparison.ranks[0], *(int(mesh.mesh.min()) for mesh in meshes)])
 
 
-def _name_of(engine: Any) -> str:
-    """Return a name that all ranks give the monitor that is made now: by the programs that they have run, and the
-    monitors of the model."""
-    schedules = engine.schedules
-    position = schedules.lockstep.position if schedules.lockstep is not None else 0
-    return f"model{schedules.index}/monitor{position}.{len(engine.watchers)}"
-
-
 class Monitor:
     """Watches one model; :func:`graph_fsdp.monitor` makes it. ``last``: the last record, on the rank that reports."""
 
@@ -143,6 +135,10 @@ class Monitor:
         self.last: MonitorRecord | None = None
         self._model, self._engine = weakref.ref(model), weakref.ref(engine)
         self._every, self._outputs, self._comparison = every, outputs, comparison
+        # All ranks alike give it a name by the programs that they have run, and the monitors of the model.
+        lockstep = engine.schedules.lockstep
+        self._of_model = f"monitor{lockstep.position if lockstep is not None else 0}.{len(engine.watchers)}"
+        self._name_comparison()
         self._tokens: Callable[..., int | None] = tokens or (lambda args, kwargs: tokens_in((args, dict(kwargs))))
         self._clock = Clock(engine.storage.device)
         self._parameters = {id(p) for p in model.parameters()}
@@ -255,6 +251,7 @@ class Monitor:
 
     def _before(self) -> None:
         """Note the norm of the gradients, before the first optimizer of a step has stepped."""
+        self._name_comparison()
         step, model, engine = self._now, self._model(), self._engine()
         if step is None or model is None or engine is None:
             return
@@ -264,6 +261,12 @@ class Monitor:
         with torch.no_grad():
             square = own_square(gradients, self._comparison.ranks)
         step.square = None if square is None else on_host(square)
+
+    def _name_comparison(self) -> None:
+        """Name the comparison once the ranks know the model, which a copy is that they have run."""
+        engine = self._engine()
+        if engine is not None and engine.schedules.index and not self._comparison.name:
+            self._comparison.begin(f"model{engine.schedules.index}/{self._of_model}")
 
     def _after(self) -> None:
         step = self._now

@@ -305,8 +305,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
     over the tensor-parallel ranks alone.
 
     All ranks enter it together. In it, ``state_dict()`` is that of the plain model, submodules can be called, and the
-    model's forward gathers nothing (``model.generate()`` needs no rank to wait for another). It is FSDP1's
-    ``summon_full_params``.
+    model's forward gathers nothing: with gradients off, a rank may run it alone (``model.generate()`` needs no rank to
+    wait for another). It is FSDP1's ``summon_full_params``.
 
     Args:
         module: a compiled model, one of its units, or a module that holds such.
