@@ -225,7 +225,7 @@ def training_on_one_rank_and_evaluating_on_the_other() -> None:
 def compilations(model: nn.Module) -> list[int]:
     """How often each rank has waited for others to compile: they find each other by it."""
     counts = [0, 0]
-    dist.all_gather_object(counts, lockstep(model)._compiled)
+    dist.all_gather_object(counts, lockstep(model).compilations)
     return counts
 
 

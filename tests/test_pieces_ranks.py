@@ -153,7 +153,7 @@ def a_piece_without_parameters_may_be_that_of_one_rank_alone() -> None:
         torch.testing.assert_close(found[name], expected, **CLOSE, msg=name)
     lockstep, counts = engine_of(ours).schedules.lockstep, [0, 0]
     assert lockstep is not None
-    dist.all_gather_object(counts, lockstep._compiled)
+    dist.all_gather_object(counts, lockstep.compilations)
     assert counts[0] == counts[1], "ranks announce in the same numbers that they compile"
 
 

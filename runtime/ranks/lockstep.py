@@ -133,9 +133,9 @@ class Lockstep(Lookout):
         if self.failures.mine is not None and not self.failures.mine.inside:
             self.failures.withdraw()  # it takes part again
         if not again:
-            self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {self.me}")
+            self.store.set(f"{self._base}compiling{self.compilations}", f"{self.position} {self.me}")
             self.failures.add_news()
-            self._compiled += 1
+            self.compilations += 1
             self._settled = -1  # others may have gone on to the next
         self._compiling_since = time.monotonic()
 
@@ -143,7 +143,7 @@ class Lockstep(Lookout):
         """Withdraw what ``compiling`` announced, if it did: a later process group may have the same store."""
         if self._compiling_since:
             self._compiling_since = 0.0
-            agreement.delete(self.store, f"{self._base}compiling{self._compiled - 1}")
+            agreement.delete(self.store, f"{self._base}compiling{self.compilations - 1}")
 
     def check_refused(self, *, is_late: bool = True) -> None:
         """Raise RankDisagreement if another rank runs a program here, while this one waits to compile, RankFailure if

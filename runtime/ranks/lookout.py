@@ -59,7 +59,7 @@ class Lookout:
         self._running = ""  # key of the program that began last
         self._program: Callable[[], Any] = lambda: None  # that program
         self._compared = -1  # position of the last comparison
-        self._compiled = 0  # how often this rank has waited for others to compile
+        self.compilations = 0  # how often this rank has waited for others to compile
         self._settled = -1  # the news that say nothing about this rank's programs
         self._judging = -1  # position of a disagreement that another rank is to describe
 
@@ -131,7 +131,7 @@ class Lookout:
     def _compiling(self) -> tuple[int, str]:
         """Return the position at which a rank waits for others, and this one among them, to compile with it, and the
         rank; -1 if none does."""
-        at, _, rank = read(self.store, f"{self._base}compiling{self._compiled}").partition(" ")
+        at, _, rank = read(self.store, f"{self._base}compiling{self.compilations}").partition(" ")
         return int(at or -1), rank
 
     def _running_program(self, where: str) -> str:
