@@ -164,11 +164,12 @@ class Schedules:
         ``is_announced``: the ranks know that this one compiles."""
         fingerprint = tuple(_fingerprint(graphs, self._engine.pipeline, context))
         is_alone = self._may_be_alone(context.settings) and not fingerprint
-        if self.lockstep is not None and not is_alone and fingerprint not in self._agreed:
-            self.lockstep.compiling(again=is_announced)
-            self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
-            key = f"model{self.index}/collectives{self._agreements}"
-            agree(key, fingerprint, self.ranks, self._timeout, self.lockstep.check_refused)
+        if not is_alone and fingerprint not in self._agreed:
+            if self.lockstep is not None:
+                self.lockstep.compiling(again=is_announced)
+                self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
+                key = f"model{self.index}/collectives{self._agreements}"
+                agree(key, fingerprint, self.ranks, self._timeout, self.lockstep.check_refused)
             self._agreed.add(fingerprint)
         if self.lockstep is not None:
             self.lockstep.compiled()
