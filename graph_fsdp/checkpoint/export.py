@@ -41,6 +41,8 @@ def export(
     All ranks of the model call it, outside of its forward, with the same arguments, and iterate. Names, tied ones
     included, and their order are those of the plain model's ``state_dict()``, but for tied names, which follow each
     other. A tensor of one process, a buffer, and what is not sharded is the model's own memory: copy what you change.
+    A rank that stops early and keeps the iterator has to call its ``close()``, which gathers what is left; Python closes
+    that of a ``for`` loop.
 
     Args:
         model: what ``graph_fsdp.compile`` has returned.
