@@ -7,7 +7,7 @@ which meet before each bucket (``together.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,14 +35,14 @@ def export(
     max_bytes: int | None = None,
     rank: int | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Generator[tuple[str, Tensor], None, None]:
     """Iterate over (name, whole tensor) of a compiled model's parameters and persistent buffers.
 
     All ranks of the model call it, outside of its forward, with the same arguments, and iterate. Names, tied ones
     included, and their order are those of the plain model's ``state_dict()``, but for tied names, which follow each
     other. A tensor of one process, a buffer, and what is not sharded is the model's own memory: copy what you change.
-    A rank that stops early and keeps the iterator has to call its ``close()``, which gathers what is left; Python closes
-    that of a ``for`` loop.
+    A rank that stops early and keeps the iterator has to call its ``close()``, which gathers what is left; that of a
+    ``for`` loop is closed by Python.
 
     Args:
         model: what ``graph_fsdp.compile`` has returned.
@@ -146,7 +146,7 @@ def _buckets(model: Any, dtype: torch.dtype | None, max_bytes: int | None) -> li
 
 def _exported(
     engine: Engine, buckets: Sequence[Bucket], dtype: torch.dtype | None, mine: bool, group: dist.ProcessGroup | None
-) -> Iterator[tuple[str, Tensor]]:
+) -> Generator[tuple[str, Tensor], None, None]:
     writes = {tensor: compat.writes_to(tensor) for bucket in buckets for tensor, _ in bucket}
     left, end = iter(buckets), None
     try:
