@@ -186,10 +186,10 @@ class Engine:
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units, with placeholders in the place of parameters."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.schedules.failures_told(entry.name))
             stack.enter_context(Entered.turn(waits=self.spec.mesh.ranks == 1))
             if self.storage.active:
                 raise RuntimeError("the forward of a model was called from within itself; call its submodules")
-            stack.enter_context(self.schedules.failures_told(entry.name))
             self.structure.check()
             for watcher in tuple(self.watchers):
                 watcher.forward(entry.unit, args, kwargs)
