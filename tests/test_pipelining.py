@@ -332,6 +332,14 @@ def test_what_a_stage_is_not_made_of(fake_group: None) -> None:
     whole = graph_fsdp.compile(Part(), regions="whole")
     with pytest.raises(UnsupportedError, match="regions='whole'"):
         PipelineStage(whole, 0, 2, torch.device("cpu"))
+    given = (0, dist.get_world_size(), torch.device("cpu"))
+    of_torch = TorchStage(Part(), *given)
+    with pytest.raises(TypeError, match="submodule must be a model compiled by graph_fsdp, got Part"):
+        PipelineStage.of(of_torch)
+    assert type(of_torch) is TorchStage
+    for other in (PipelineStage(graph_fsdp.compile(Part()), *given), Part()):
+        with pytest.raises(TypeError, match=f"stage must be .*PipelineStage, got {type(other).__name__}"):
+            PipelineStage.of(other)
 
 
 def test_stages_are_where_the_schedule_has_them(fake_group: None) -> None:

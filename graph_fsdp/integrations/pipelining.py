@@ -70,6 +70,8 @@ class PipelineStage(TorchStage):
     def of(cls, stage: TorchStage) -> PipelineStage:
         """Make one of these of torch's ``stage``, whose ``submod`` has been compiled since, before its first step; the
         same object stays in its schedule. Raises as the class does."""
+        if type(stage) is not TorchStage:
+            raise TypeError(f"stage must be a torch.distributed.pipelining.PipelineStage, got {type(stage).__name__}")
         _prepare(stage.submod)
         ranks = vars(stage).pop("stage_index_to_group_rank")
         stage.__class__ = cls
